@@ -101,11 +101,7 @@ class Plan:
             replace(s, params=tuple(p for p in s.params if p.axis != REPLICA_AXIS))
             for s in self.steps
         ]
-        kept = [
-            s
-            for s in steps
-            if s != Step(s.module, s.by)  # something is left of it
-        ]
+        kept = [s for s in steps if s != Step(s.module, s.by)]  # something is left of it
         return replace(
             self,
             layout=layout,
