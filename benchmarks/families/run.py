@@ -1,6 +1,6 @@
 """Every model family of transformers, in small, on every axis: equal to one device, or refused.
 
-    python benchmarks/families/run.py  # all; about an hour on 2 cores
+    python benchmarks/families/run.py  # all; about two hours on 2 cores
     python benchmarks/families/run.py --families llama "t5 seq2seq-lm" --layouts tp2 cp2
 
 Writes results/families.json (cells that were measured before and are not measured now stay) and the
