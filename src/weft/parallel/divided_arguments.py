@@ -21,6 +21,13 @@ def positional_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(p.name for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
 
 
+def named_arguments(
+    names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a module is called with, by name. `names`: of its positional arguments."""
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
 def take_part(
     names: Sequence[str],
     args: tuple[Any, ...],

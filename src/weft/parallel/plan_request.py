@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from weft.core import Layout, PipelineRequest, Sync
@@ -38,6 +39,11 @@ class PlanRequest:
     offload_activations: bool = False
     float8: str = "off"
     parts: Mapping[str, str] = field(default_factory=dict)
+
+    def with_twice_the_samples(self) -> PlanRequest:
+        """The request with its sample two times over: what grows counts samples."""
+        twice = {k: torch.cat([t, t]) if t.ndim else t for k, t in (self.sample or {}).items()}
+        return replace(self, sample=twice)
 
     def arguments(self) -> dict[str, Any]:
         """What the model's forward is called with for the sample."""

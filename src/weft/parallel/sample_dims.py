@@ -4,10 +4,8 @@ may be as many positions as samples, or samples and positions in one dim."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -28,14 +26,13 @@ def dropped_shapes(request: PlanRequest) -> DroppedShapes:
     if not (request.sample and may_drop(model)):
         return unknown
     mode, few = fake_mode(), request.sample
-    many = {key: torch.cat([t, t]) if t.ndim else t for key, t in few.items()}
     seen = []
     try:
         bare = copy_without_elements(model, mode).train()
-        for batch in (few, many):
+        for asked in (request, request.with_twice_the_samples()):
             shapes = _ShapeWatch()
             with without_elements(mode), shapes:
-                bare(**replace(request, sample=batch).arguments())
+                bare(**asked.arguments())
             seen.append(shapes.found)
         both = list(zip(*seen, strict=True))
     except Exception:  # the trial before the first step says what does not run

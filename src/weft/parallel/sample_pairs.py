@@ -3,9 +3,6 @@ images by all texts: a rank's are of its own samples alone."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import torch
 from torch import Tensor
 
 from weft._torch.tensors import fake_mode
@@ -21,13 +18,12 @@ def outputs_of_pairs(request: PlanRequest) -> frozenset[int]:
     forward does not run so, none is known."""
     if not request.sample:
         return frozenset()
-    mode, few, found = fake_mode(), request.sample, []
-    many = {key: torch.cat([t, t]) if t.ndim else t for key, t in few.items()}
+    mode, found = fake_mode(), []
     try:
         bare = copy_without_elements(request.model, mode)
-        for batch in (few, many):
+        for asked in (request, request.with_twice_the_samples()):
             with without_elements(mode):
-                output = bare(**replace(request, sample=batch).arguments())
+                output = bare(**asked.arguments())
             found.append(tree_flatten(output)[0])
         both = list(zip(*found, strict=True))
     except Exception:  # the trial before the first step says what does not run

@@ -17,7 +17,7 @@ from weft.core import DimShard
 from weft.nn import Chain, local_attributes, set_attribute
 
 from ..cut_copy import FAILS, cut_copy
-from ..divided_arguments import positional_names, take_part
+from ..divided_arguments import named_arguments, positional_names, take_part
 from ..without_elements import without_elements
 from .feature_marks import FeatureTrace
 from .feature_mode import FeatureMode
@@ -83,7 +83,7 @@ class ChainTrial:
                 mode.around(own, norms, labels),
             ):
                 mode.enter(self._call.active)
-                mode.marks.give("", {**dict(zip(positional, args, strict=False)), **kwargs})
+                mode.marks.give("", named_arguments(positional, args, kwargs))
                 output = self._part(*args, **kwargs)
                 made = tree_leaves(output, Tensor)
         except FAILS:

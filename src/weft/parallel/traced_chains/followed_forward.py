@@ -14,7 +14,7 @@ from weft._torch.trees import tree_leaves
 from weft.nn import module_calls
 
 from ..cut_copy import FAILS
-from ..divided_arguments import positional_names
+from ..divided_arguments import named_arguments, positional_names
 from ..without_elements import without_elements
 from .feature_marks import FeatureTrace
 from .feature_mode import FeatureMode
@@ -93,7 +93,7 @@ def follow(
             handles.append(
                 whole.get_submodule(name).register_forward_pre_hook(
                     lambda _, args, kwargs, n=name, names=names: features.marks.give(
-                        n, {**dict(zip(names, args, strict=False)), **kwargs}
+                        n, named_arguments(names, args, kwargs)
                     ),
                     with_kwargs=True,
                 )
