@@ -343,6 +343,31 @@ def test_a_value_that_the_loss_leaves_out_is_refused(pool: Pool, layout: str) ->
         pool.run(partial(stepped, cut=("c",)), Aside, of_the_output, layout, batch, world=2)
 
 
+class Beside(Aside):
+    """What it returns beside its output is made before the cut, and no later part computes with
+    it."""
+
+    def forward(self, input: Tensor) -> dict[str, Tensor]:
+        x = self.a(input)
+        return {"aside": x.sin(), "output": self.d(self.c(self.b(x)))}
+
+
+def of_both_by_flag(output: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return (of_both if bool(batch["target"].any()) else of_the_output)(output, batch)
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp2+zb-h1"])
+def test_a_loss_that_uses_an_output_in_a_later_step_alone_is_refused(
+    pool: Pool, layout: str
+) -> None:
+    flag, run_of = torch.zeros(BATCH), partial(stepped, cut=("c",))
+    batch = {"input": torch.randn(BATCH, 6).double(), "target": flag}
+    pool.run(run_of, Beside, of_both_by_flag, layout, batch, world=2)
+    later = {**batch, "target": flag.clone().index_fill_(0, torch.tensor([BATCH - 1]), 1.0)}
+    with pytest.raises(UnsupportedModel, match="did not use it with the sample"):
+        pool.run(run_of, Beside, of_both_by_flag, layout, later, world=2)
+
+
 class Twice(nn.Module):
     """A value that two later stages use, the last of them without its gradient."""
 

@@ -71,8 +71,8 @@ class PathNode:
 class Value:
     """One tensor that crosses from stage `source` to the stages `targets`. `key`: (number of the
     tensor, position on the path of its last writer). `shape` and `dtype` are those of the sample.
-    `differentiable`: whether a gradient is sent back; what the model returns and its loss does not
-    use has none."""
+    `differentiable`: whether a gradient is sent back. `unread`: it would have one, but the model
+    returns it alone and the loss did not use it with the sample."""
 
     key: tuple[int, int]
     name: str
@@ -81,6 +81,7 @@ class Value:
     shape: tuple[int, ...]
     dtype: torch.dtype
     differentiable: bool
+    unread: bool = False
 
 
 @dataclass(frozen=True)

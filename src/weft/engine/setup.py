@@ -116,7 +116,7 @@ def make_runners(plan: Plan, mesh: Mesh) -> tuple[PipelineRunner, PipelineRunner
     schedule, staging = plan.schedule, plan.staging
     routes, transport = [], None
     if staging is not None:
-        routes = [ValueRoute(v.source, v.targets, v.name) for v in staging.values]
+        routes = [ValueRoute(v.source, v.targets, v.name, v.unread) for v in staging.values]
         position, dynamic = mesh.coords[STAGE_AXIS], plan.dynamic_shapes
         transport = PipelineTransport(position, mesh.pipes, mesh.device, dynamic_shapes=dynamic)
     order = tuple(

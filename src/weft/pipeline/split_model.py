@@ -68,6 +68,7 @@ class _StageSplitter:
         values = []
         for (version, number), targets in sorted(versions.items()):
             t = self.graph.tensors[number]
+            unread = t.differentiable and number in idle and not self._is_read(number, targets)
             values.append(
                 Value(
                     (number, position[version]),
@@ -76,7 +77,8 @@ class _StageSplitter:
                     tuple(targets),
                     t.shape,
                     t.dtype,
-                    t.differentiable and (number not in idle or self._is_read(number, targets)),
+                    t.differentiable and not unread,
+                    unread,
                 )
             )
         quiet = {

@@ -24,11 +24,13 @@ from .split_backward import DeferredWeightGrad, backward_inputs
 @dataclass(frozen=True)
 class ValueRoute:
     """A value that crosses from its `source` stage to its later `target` stages. It is known by its
-    place in a list."""
+    place in a list. `unread`: its source sends it without a gradient, since the loss does not use
+    it; a gradient that comes to it all the same is refused."""
 
     source: int
     targets: tuple[int, ...]
     name: str
+    unread: bool = False
 
 
 # tensors that backward starts from and their gradients, asked for when it starts
@@ -90,6 +92,7 @@ class PipelineRunner:
     ):
         self.schedule, self.rank, self.transport = schedule, rank, transport
         self._names = [route.name for route in routes]
+        self._unread = [route.unread for route in routes]
         traffic = _MessagePlan(schedule, routes)
         self._plans = {forward: traffic.plan(rank, forward) for forward in (False, True)}
         self._split = {a[1:] for a in schedule.order[rank] if a.kind == "W"}
@@ -241,6 +244,7 @@ class _PipelineRun:
         tensor, needs, left = self.values.pop((value, microbatch))
         if left > 1:
             self.values[value, microbatch] = tensor, needs, left - 1
+        needs = needs or self.pipeline._unread[value]
         return tensor.detach().requires_grad_(needs and not self.forward_only)
 
     def backward(self, step: _RunnerStep) -> None:
@@ -271,6 +275,10 @@ class _PipelineRun:
                 torch.autograd.backward(roots, grads)
             found = [leaf.grad for leaf in needing.values()]
         for (value, leaf), grad in zip(needing.items(), found, strict=True):
+            if pipeline._unread[value]:
+                if grad is not None:
+                    raise _used_now(pipeline._names[value])
+                continue
             if grad is None and not pipeline._own[value]:
                 grad = torch.zeros_like(leaf)  # its source waits for one
                 self.absent[value] = self.absent.get(value, 0) + 1
@@ -281,6 +289,15 @@ class _PipelineRun:
                 total = _total(self.grads.pop((message.value, microbatch)))
                 assert total is not None
                 pipeline.transport.send(message, total, peers)
+
+
+def _used_now(name: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"value {name}",
+        "used by the loss in this step",
+        "the loss did not use it with the sample, so no gradient of it is sent between stages",
+        "let the loss use it in every step (add 0 times its sum), or detach it in the loss",
+    )
 
 
 def _total(parts: list[Tensor | None]) -> Tensor | None:
