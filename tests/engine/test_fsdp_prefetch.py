@@ -56,7 +56,7 @@ class RecordedGather:
         async_op: bool = False,
     ) -> Any:
         self.events.append(("gather", self.name))
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+        return dist.all_gather_single(output_tensor, input_tensor, group, async_op)
 
 
 def stepped(subject: Subject, layout: str) -> tuple[weft.Engine, Batch]:

@@ -33,7 +33,7 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if torch.compiler.is_compiling():
         return _wait(_ops.all_gather_into_tensor.default(x, size, group.group_name))
     gathered = x.new_empty((size * x.shape[0], *x.shape[1:]))
-    dist.all_gather_into_tensor(gathered, x, group)
+    dist.all_gather_single(gathered, x, group)
     return gathered
 
 
@@ -43,7 +43,7 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     if torch.compiler.is_compiling():
         return _wait(_ops.reduce_scatter_tensor.default(x, "sum", size, group.group_name))
     reduced = x.new_empty((x.shape[0] // size, *x.shape[1:]))
-    dist.reduce_scatter_tensor(reduced, x, dist.ReduceOp.SUM, group)
+    dist.reduce_scatter_single(reduced, x, dist.ReduceOp.SUM, group)
     return reduced
 
 
