@@ -193,7 +193,10 @@ def wrong(what: str) -> None:
     answer, collect, finish, root = Remote.answer, Remote.collect, Remote.finish, ModuleCalls.root
     if what == "place":
         Remote.answer = lambda self, call, a, k: answer(
-            self, replace(call, place=call.place + 1), a, k
+            self,
+            replace(call, position=call.position._replace(place=call.position.place + 1)),
+            a,
+            k,
         )  # type: ignore[method-assign, assignment]
     elif what == "samples":
         Remote.answer = lambda self, call, a, k: answer(self, replace(call, samples=(0, 4)), a, k)  # type: ignore[method-assign, assignment]

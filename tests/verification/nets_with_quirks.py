@@ -476,6 +476,29 @@ def words():
     return {"center": center, "context": context, "negatives": torch.randint(0, VOCAB, (BATCH, 5))}
 
 
+class Recurrent(nn.Module):
+    """Two blocks that all tokens go through twice, each time with other dropout; the last dropout
+    changes its input."""
+
+    def __init__(self, d=DIM):
+        super().__init__()
+        self.emb = nn.Embedding(VOCAB, d)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(d, 2 * d), nn.GELU(), nn.Linear(2 * d, d), nn.Dropout(0.2))
+            for _ in range(2)
+        )
+        self.head = nn.Linear(d, VOCAB)
+
+    def forward(self, input_ids):
+        x = self.emb(input_ids)
+        for _ in range(2):
+            for block in self.blocks:
+                x = x + block(x)
+        x = x + 0.0
+        F.dropout(x, 0.2, self.training, inplace=True)
+        return self.head(x)
+
+
 QUIRKS = {
     "neural-ode": Subject(NeuralODE, vectors, mse),
     "multi-task": Subject(MultiTask, pictures, mt_loss),
@@ -490,5 +513,6 @@ QUIRKS = {
     "patcher": Subject(Patcher, tokens, next_token),
     "seq-first": Subject(SeqFirst, tokens, next_token),
     "tail-loss": Subject(Patcher, tokens, tail_loss),
+    "recurrent": Subject(Recurrent, tokens, next_token),
     "tied-by-function": Subject(TiedByFunction, tokens, next_token),
 }

@@ -51,7 +51,7 @@ class PathNode:
     of these, `names` has a name for error messages and `differentiable` says whether it takes a
     gradient; `made` has the indices of the new ones. `changed`: arguments that it changes in place.
     `numbers`: whether it returns int or float, which may depend on shapes. `draws`: how often
-    it draws random numbers outside of blocks.
+    it draws random numbers outside of blocks. `blocks`: those that it calls, in order.
     """
 
     name: str
@@ -65,6 +65,7 @@ class PathNode:
     changed: tuple[InputRef, ...]
     numbers: bool
     draws: int
+    blocks: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,14 @@ from .compile_blocks import (
     check_compiled as check_compiled,
     resolve_compile as resolve_compile,
 )
+from .context_parallel.transformers_interfaces import eager_attention_by as eager_attention_by
 from .engine import Engine as Engine
 from .float8_device import check_float8 as check_float8
 from .float64_mode import Float64Mode as Float64Mode
-from .function_overrides import FunctionOverrides as FunctionOverrides
+from .function_overrides import (
+    OPENED_FUNCTIONS as OPENED_FUNCTIONS,
+    FunctionOverrides as FunctionOverrides,
+)
 from .grad_buckets import local_tensor as local_tensor
 from .lion import Lion as Lion
 from .mixed_samples import SamplePair as SamplePair, mixing_error as mixing_error

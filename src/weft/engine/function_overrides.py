@@ -71,7 +71,7 @@ def _opened(function: Any) -> Callable[..., Any]:
     )
 
 
-_OPENED = {each: _opened(each) for each in (F.multi_head_attention_forward, *DRAWS_INSIDE)}
+OPENED_FUNCTIONS = {each: _opened(each) for each in (F.multi_head_attention_forward, *DRAWS_INSIDE)}
 
 
 class FunctionOverrides(TorchFunctionMode):
@@ -149,9 +149,9 @@ class FunctionOverrides(TorchFunctionMode):
         if func is torch.arange and self._shared():
             assert self.sequence is not None
             return self.sequence.own_arange(*args, **kwargs)
-        if func in _OPENED:
+        if func in OPENED_FUNCTIONS:
             with self:
-                return _OPENED[func](*args, **kwargs)
+                return OPENED_FUNCTIONS[func](*args, **kwargs)
         if func in DRAWS:
             return self._draw(func, args, kwargs)
         if func in DROPOUTS:
@@ -171,6 +171,10 @@ class FunctionOverrides(TorchFunctionMode):
     ) -> Tensor:
         if not training or p == 0.0:
             return input
+        dropped = self._dropped(func, input, p)
+        return input.copy_(dropped) if inplace else dropped
+
+    def _dropped(self, func: Callable, input: Tensor, p: float) -> Tensor:
         site = self._site(p)
         self._check_samples("dropout", input.shape, self.randomness.may_share(input.shape))
         if func in DROPOUTS_OF_CHANNELS and input.ndim > 2:

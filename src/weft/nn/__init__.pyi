@@ -42,8 +42,10 @@ from .deferred_weights import (
 from .dropout_rng import (
     DROPOUTS as DROPOUTS,
     DROPOUTS_OF_CHANNELS as DROPOUTS_OF_CHANNELS,
+    DrawPosition as DrawPosition,
     Randomness as Randomness,
     mix_key as mix_key,
+    place_of as place_of,
 )
 from .expert_roles import (
     expert_count as expert_count,
@@ -77,6 +79,7 @@ from .losses import (
     widened as widened,
 )
 from .models import convnet as convnet, decoder as decoder
+from .models.moe import Experts as Experts, Gate as Gate, Mixture as Mixture
 from .module_calls import module_calls as module_calls
 from .module_roles import find_roles as find_roles
 from .moe_routing import (

@@ -10,8 +10,10 @@ What differs from step to step is in tensors, so that a compiled forward is comp
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -48,6 +50,23 @@ def _to_signed(word: int) -> int:
     return word - 2**64 if word >= 2**63 else word
 
 
+def place_of(module: str, again: int = 0) -> int:
+    """The place in the program of a module that counts its own calls, where it is called once more
+    after `again` times."""
+    place = zlib.crc32(module.encode())
+    return mix_key(place, again) if again else place
+
+
+class DrawPosition(NamedTuple):
+    """Where in a microbatch the program is: what the next mask follows from beside the samples."""
+
+    place: int
+    calls: int
+    passes: dict[str, int]
+    again: int
+    own_count: bool
+
+
 @dataclass
 class Randomness:
     """Where the program is: which samples this rank holds, which call comes next, how activations
@@ -77,17 +96,37 @@ class Randomness:
     dropped: DroppedShapes = field(default_factory=DroppedShapes)
     in_use: bool = True  # whether dropout draws its masks here
     drawn: bool = False  # whether anything has been drawn since the engine was made
+    # of each module that counts its own calls: how often it has been called in this microbatch
+    passes: dict[str, int] = field(default_factory=dict)
+    again: int = 0  # how often the one that runs was called before
     _key: Tensor | None = None  # of the place, int64 []
 
     def begin(self, step: int, samples: Tensor | Sequence[int]) -> None:
         """A microbatch begins."""
         self.step, self.samples = step, torch.as_tensor(samples)
         self.activation_sharding, self.own_count = "whole", False
+        self.passes, self.again = {}, 0
         self.move_to(0)
 
     def move_to(self, place: int, calls: int = 0) -> None:
         """What runs next is at this place of the program, where so many calls came before."""
         self.place, self.calls, self._key = place, calls, None
+
+    @property
+    def position(self) -> DrawPosition:
+        return DrawPosition(self.place, self.calls, dict(self.passes), self.again, self.own_count)
+
+    @position.setter
+    def position(self, position: DrawPosition) -> None:
+        self.move_to(position.place, position.calls)
+        self.passes, self.again = dict(position.passes), position.again
+        self.own_count = position.own_count
+
+    def call_of(self, module: str) -> int:
+        """How often this module, which counts its own calls, was called before. It is now."""
+        before = self.passes.get(module, 0)
+        self.passes[module] = before + 1
+        return before
 
     def make_key(self) -> Tensor:
         """The key of this place and step. A compiled forward needs it to be made before."""
@@ -102,9 +141,11 @@ class Randomness:
         self.drawn = True
         return self.make_key() + _to_signed(self.calls * _NEXT_CALL % 2**64)
 
-    def skip(self, calls: int) -> None:
-        """As many calls were another rank's to make."""
+    def skip(self, calls: int, modules: Sequence[str] = ()) -> None:
+        """As many calls were another rank's to make, and those of these modules."""
         self.calls += calls
+        for module in modules:
+            self.call_of(module)
 
     def sample_dim(self, shape: torch.Size) -> int:
         """The dim that counts samples: 0, or 1 where positions come first."""

@@ -23,7 +23,11 @@ from .collectives import (
     reduce_scatter as reduce_scatter,
     split_dim as split_dim,
 )
-from .direct_forward import own_forward as own_forward
+from .direct_forward import (
+    call_forwards_with_hooks as call_forwards_with_hooks,
+    own_forward as own_forward,
+    set_own_forward as set_own_forward,
+)
 from .expert_dispatch import ExpertCommStats as ExpertCommStats
 from .host_copies import CudaCopies as CudaCopies
 from .linear_products import (

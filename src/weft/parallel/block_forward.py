@@ -5,7 +5,6 @@ differs between blocks, and from step to step, happens here, outside of it."""
 from __future__ import annotations
 
 import contextlib
-import zlib
 from collections.abc import Callable, Iterator
 from functools import partial, update_wrapper
 from typing import Any
@@ -19,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from weft._torch.autograd import in_backward, in_checkpoint
 from weft._torch.modes import function_modes
 from weft.core import ActivationSharding, Layout, Plan, UnsupportedModel
-from weft.nn import Randomness, may_drop
+from weft.nn import Randomness, may_drop, place_of
 
 from .activation_offload import ActivationOffload
 from .direct_forward import own_forward, set_own_forward
@@ -52,7 +51,7 @@ class BlockForward:
         offload: ActivationOffload | None = None,
     ):
         self._module, self._name, self._randomness = module, name, randomness
-        self._place, self._activation_sharding = zlib.crc32(name.encode()), activation_sharding
+        self._activation_sharding = activation_sharding
         self._recomputed, self._layout, self._offload = recomputed, layout, offload
         self._forward: Forward = own_forward(module)
         self._compiled: Forward | None = None
@@ -83,12 +82,13 @@ class BlockForward:
 
     @torch.compiler.disable(recursive=False)
     def _call(self, *args: Any, **kwargs: Any) -> Any:
+        again = self._randomness.call_of(self._name)
         if not (self._recomputed and torch.is_grad_enabled()):
-            return self._run(*args, **kwargs)
+            return self._run(again, *args, **kwargs)
         names, count = tuple(kwargs), len(args)
 
         def run(*flat: Any) -> Any:
-            return self._run(*flat[:count], **dict(zip(names, flat[count:], strict=True)))
+            return self._run(again, *flat[:count], **dict(zip(names, flat[count:], strict=True)))
 
         randomness, modes = self._randomness, function_modes()
         outside, randomness.recomputed = randomness.recomputed, True
@@ -108,10 +108,11 @@ class BlockForward:
             randomness.recomputed = outside
 
     @torch.compiler.disable(recursive=False)
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, again: int, *args: Any, **kwargs: Any) -> Any:
         randomness = self._randomness
-        outside = randomness.place, randomness.calls
-        randomness.move_to(self._place)
+        outside, outer = (randomness.place, randomness.calls), randomness.again
+        randomness.move_to(place_of(self._name, again))
+        randomness.again = again
         randomness.activation_sharding = self._activation_sharding
         if self._activation_sharding == "sequence":
             check_single_gradient(self._layout, self._name, WITHOUT_SEQUENCE, args, kwargs)
@@ -128,6 +129,7 @@ class BlockForward:
             out = forward(*args, **kwargs)
         # calls between blocks are counted apart: a block may be elsewhere
         randomness.move_to(*outside)
+        randomness.again = outer
         return out
 
     @contextlib.contextmanager
@@ -156,11 +158,12 @@ def _make_key(randomness: Randomness) -> None:
 class _RecomputeContext:
     """A further forward of a module: in backward, where function modes are off, they are on again,
     each once, as some are still on in a backward in two parts; running statistics were updated by
-    the first one. A backward in two parts enters it twice."""
+    the first one, and blocks inside were called as often as before it. A backward in two parts
+    enters it twice."""
 
     def __init__(self, module: nn.Module, modes: list[TorchFunctionMode], randomness: Randomness):
         self._norms, self._modes = [m for m in module.modules() if isinstance(m, _BatchNorm)], modes
-        self._randomness = randomness
+        self._randomness, self._passes = randomness, dict(randomness.passes)
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> None:
@@ -171,6 +174,8 @@ class _RecomputeContext:
             if mode not in active:
                 self._stack.enter_context(mode)
         self._randomness.repeated = True
+        passes, self._randomness.passes = self._randomness.passes, dict(self._passes)
+        self._stack.callback(setattr, self._randomness, "passes", passes)
 
     def __exit__(self, *error: object) -> None:
         self._randomness.repeated = False
@@ -218,12 +223,12 @@ def _count_chosen(randomness: Randomness, change: int, *_: object) -> None:
 def _forward_with_own_count(module: nn.Module, name: str, randomness: Randomness) -> Forward:
     """A module's forward, whose dropout masks are the same wherever in the order of the others it
     comes."""
-    forward, own = module.forward, zlib.crc32(name.encode())
+    forward = module.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
         outside = randomness.place, randomness.calls
         own_count, randomness.own_count = randomness.own_count, True
-        randomness.move_to(own)
+        randomness.move_to(place_of(name, randomness.again))
         out = forward(*args, **kwargs)
         randomness.own_count = own_count
         randomness.move_to(*outside)

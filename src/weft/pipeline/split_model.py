@@ -87,7 +87,7 @@ class _StageSplitter:
             if events[start].name in blocks
             for i in range(start, events[start].end + 1)
         }
-        items = tuple(self._item(index, quiet) for index in self.path.nodes)
+        items = tuple(self._item(index, quiet, blocks) for index in self.path.nodes)
         functions = {
             b for i in self.path.nodes if not events[i].call for b in events[i].buffers
         } & self.graph.changed
@@ -113,7 +113,7 @@ class _StageSplitter:
         places = self.graph.unread
         return {n for p, n in returned if p in places} - {n for p, n in returned if p not in places}
 
-    def _item(self, index: int, quiet: Collection[int]) -> PathNode:
+    def _item(self, index: int, quiet: Collection[int], blocks: Collection[str]) -> PathNode:
         event = self.graph.events[index]
         leaves = tensors_in(event.output)
         draws = sum(
@@ -144,6 +144,11 @@ class _StageSplitter:
             event.changed,
             bool(numbers_in(event.output)),
             draws,
+            tuple(
+                each.name
+                for each in self.graph.events[index : event.end + 1]
+                if each.call and each.name in blocks
+            ),
         )
 
     def _stage(self, stage: int) -> Stage:

@@ -26,7 +26,9 @@ class Case:
     """`build` makes the seeded model, and `plan(model, layout)` lays it, in `precision`: "fp64",
     "bf16", whose masters are float32, or "float8", where linears multiply in it beside bf16.
 
-    `batch(step, data_rank, data_size)`: one rank's part of the global batch of a step. `workers`:
+    `batch(step, data_rank, data_size)`: one rank's part of the global batch of a step.
+    `whole_batch(step)`: all of it, read apart from what `batch` does; default: by `batch`.
+    `order_faults()`: what is wrong with the order of samples. `workers`:
     where modules live. `build_deferred` makes the same model without weights; default: by `build`.
     `compile`: as of an Engine.
     """
@@ -43,6 +45,8 @@ class Case:
     build_deferred: Callable[[], nn.Module] | None = None
     compile: CompileChoice | CompileOptions = "off"
     precision: str = "fp64"
+    whole_batch: Callable[[int], Batch] | None = None
+    order_faults: Callable[[], Sequence[str]] = tuple
 
     @property
     def bounds(self) -> Bounds:
@@ -76,6 +80,13 @@ class Case:
     def batch_of(self, step: int, data_rank: int, data_size: int) -> Batch:
         """`batch`, in the dtype that is verified."""
         found = self.batch(step, data_rank, data_size)
+        return to_float64(found) if self.precision == "fp64" else found
+
+    def whole_batch_of(self, step: int) -> Batch:
+        """`whole_batch`, in the dtype that is verified."""
+        if self.whole_batch is None:
+            return self.batch_of(step, 0, 1)
+        found = self.whole_batch(step)
         return to_float64(found) if self.precision == "fp64" else found
 
 

@@ -200,6 +200,7 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
             )
             found += _first_of(updated, (step, "weight"), case.bounds.weight)
     last, problem = state_errors(engine, reference, case.bounds)
+    problem = "; ".join(reference.broken) or problem
     found += _first_of(last, (len(reference.losses), "weight"), case.bounds.weight)
     errors["weight"] |= last
     predicted = (

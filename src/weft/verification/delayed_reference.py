@@ -10,14 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.engine import FunctionOverrides
-from weft.nn import Randomness, model_arguments, named_inputs, rebalance_gates, weighed_loss
-from weft.parallel import Mesh, parallelize, wrap_blocks
+from weft.nn import Randomness, model_arguments, named_inputs
 from weft.pipeline import update_shares, versions_used, weight_updates
 
 from .activation_recorder import record_activations
 from .case import Case
-from .reference import Reference, keep_final_state, known_positions
+from .plain.draw_laws import DrawLaws
+from .plain.functions import PlainFunctions
+from .reference import Reference, keep_final_state, known_positions, loss_of, prepare_plain
 
 
 def run_delayed(case: Case, layout: str, steps: int) -> Reference:
@@ -26,9 +26,8 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
     model = case.model().train()
     plan, alone = case.lay(model, layout), case.lay(model, "dp1")
     assert plan.staging is not None
-    randomness = Randomness(case.seed)
-    parallelize(alone, model, Mesh(alone.layout, torch.device("cpu"), alone=True), randomness)
-    wrap_blocks(alone, model, randomness)
+    randomness, laws = Randomness(case.seed), DrawLaws()
+    experts = prepare_plain(case, model, alone, randomness)
     params, inputs = dict(model.named_parameters()), case.inputs or named_inputs(model)
     stages = [
         [n for n in stage.weights if params[n].requires_grad] for stage in plan.staging.stages
@@ -44,7 +43,7 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
     size = plan.batch // plan.accumulate
     found = Reference(tuple(params), plan)
     for step in range(steps):
-        batch = case.batch_of(step, 0, 1)
+        batch = case.whole_batch_of(step)
         found.batches.append(batch)
         versions = [[_copies(params, names)] for names in stages]
         sums = torch.zeros(2, dtype=torch.float64)
@@ -57,19 +56,16 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
             with (
                 case.mode(),
                 record_activations(model, size) as trace,
-                FunctionOverrides(
-                    randomness,
-                    False,
-                    seen=trace.attention,
-                    asked=trace.ask,
-                    known=known_positions(inputs, micro),
-                ),
+                PlainFunctions(
+                    randomness, laws, trace.attention, trace.ask, known_positions(inputs, micro)
+                ) as functions,
             ):
                 output = torch.func.functional_call(
                     model, weights, (), model_arguments(inputs, micro)
                 )
-                part, count = weighed_loss(case.loss, output, micro)
-                (part * (1.0 / (torch.as_tensor(count).double() * shared[m]))).backward()
+                part, count, _ = loss_of(case.loss, output, micro)
+                minimised = sum(functions.added, part)
+                (minimised * (1.0 / (torch.as_tensor(count).double() * shared[m]))).backward()
             if step == 0:
                 found.traces.append(trace)
             sums += torch.stack([part.detach(), torch.as_tensor(count).double()])
@@ -85,13 +81,14 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
                         optimizer.step()
                         optimizer.zero_grad()
                     kept.append(_copies(params, names))
-        rebalance_gates(model)
+        experts.move()
         found.losses.append(float(sums[0] / sums[1]))
         found.gradients.append({})
         found.norms.append(0.0)
         if step == 0:
             found.updated = {n: p.detach().clone() for n, p in params.items()}
     keep_final_state(found, model, [o for o in optimizers if o is not None], params)
+    found.broken = (*laws.broken, *case.order_faults())
     return found
 
 

@@ -1,4 +1,9 @@
-"""The one-device run that every layout is held to: a plain loop, without the engine."""
+"""The one-device run that every layout is held to: a plain loop over the user's model, with torch's
+own functions and definitions of `plain`.
+
+Of weft it takes what is data: the plan's microbatches and blocks, the order of samples, dropout
+masks. Laws hold what is drawn (`plain.draw_laws`, `plain.samples`).
+"""
 
 from __future__ import annotations
 
@@ -14,20 +19,24 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from weft._torch.trees import tree_flatten
 from weft.core import Plan
-from weft.engine import FunctionOverrides, LazyBatch
+from weft.engine import LazyBatch, Loss
 from weft.nn import (
     Randomness,
     count_labels,
     is_whole_batch,
     model_arguments,
     named_inputs,
-    rebalance_gates,
     weighed_loss,
 )
-from weft.parallel import Mesh, cast_arguments, parallelize, wrap_blocks
+from weft.parallel import Mesh, call_forwards_with_hooks, cast_arguments, parallelize
 
 from .activation_recorder import ActivationRecorder, record_activations
 from .case import Case
+from .plain.draw_laws import DrawLaws
+from .plain.experts import PlainExperts
+from .plain.functions import PlainFunctions
+from .plain.losses import plain_loss
+from .plain.places import name_places
 
 Batch = dict[str, Tensor]
 
@@ -56,6 +65,8 @@ class Reference:
     loss_bytes: tuple[tuple[int, int], ...] = ()
     # labels of each cross-entropy of step 0, for one sample
     labels: tuple[float, ...] = ()
+    # laws that what was drawn for both sides breaks: masks, random numbers, the order of samples
+    broken: tuple[str, ...] = ()
 
 
 def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Reference:
@@ -67,9 +78,8 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
     model = case.model().train()
     plan = case.lay(model, "dp1")
     inputs = case.inputs if case.inputs is not None else named_inputs(model)
-    randomness = Randomness(case.seed)
-    parallelize(plan, model, Mesh(plan.layout, torch.device("cpu"), alone=True), randomness)
-    wrap_blocks(plan, model, randomness)  # names the places of dropout
+    randomness, laws = Randomness(case.seed), DrawLaws()
+    experts = prepare_plain(case, model, plan, randomness)
     masters = _Masters(model, plan)
     optimizer = case.optimizer([(n, p) for n, p in masters.named.items() if p.requires_grad])
     in_microbatches |= any(isinstance(m, _BatchNorm) for m in model.modules())
@@ -77,7 +87,7 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
     whole = is_whole_batch(case.loss)
     found = Reference(tuple(name for name, _ in model.named_parameters()))
     for step in range(steps):
-        batch = case.batch_of(step, 0, 1)
+        batch = case.whole_batch_of(step)
         found.batches.append(batch)
         optimizer.zero_grad()
         masters.round()
@@ -87,6 +97,7 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
             torch.zeros((), dtype=torch.float64),
         )
         outputs: list[Any] = []  # of a loss over the whole batch
+        added: list[Tensor] = []  # losses of gates
         for piece in range(pieces):
             micro = {key: value[piece * size : (piece + 1) * size] for key, value in batch.items()}
             randomness.begin(step, list(range(piece * size, (piece + 1) * size)))
@@ -96,14 +107,13 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
                 if step == 0:
                     trace = recorded.enter_context(record_activations(model, size))
                 seen, asked = (trace.attention, trace.ask) if trace is not None else (None, None)
-                with FunctionOverrides(
-                    randomness, False, seen=seen, asked=asked, known=known_positions(inputs, micro)
-                ):
+                known = known_positions(inputs, micro)
+                with PlainFunctions(randomness, laws, seen, asked, known) as functions:
                     given = cast_arguments(plan.dtypes, model_arguments(inputs, micro))
                     output = model(**given)
+                    added += functions.added
                     if not whole:
-                        with count_labels() as labels:
-                            part, count = weighed_loss(case.loss, output, micro)
+                        part, count, labels = loss_of(case.loss, output, micro)
                         found.labels = found.labels or tuple(n / size for n in labels)
                     elif piece == pieces - 1:
                         together, nbytes = _together([*outputs, output], size)
@@ -115,7 +125,8 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
                 return run_reference(case, steps, in_microbatches=True)
             outputs.append(output)
             if not whole:
-                part.backward()
+                sum(added, part).backward()
+                added.clear()
                 masters.add()
             if not whole or pieces > 1:
                 recorded.close()
@@ -128,7 +139,7 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
                 loss_sum += part.detach()
                 weight += torch.as_tensor(count).detach()
         if whole:
-            part.backward()
+            sum(added, part).backward()
             recorded.close()
             masters.add()
             loss_sum, weight = part.detach().double(), torch.as_tensor(count).detach().double()
@@ -147,12 +158,40 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
         if case.clip is not None:
             torch.nn.utils.clip_grad_norm_(masters.named.values(), case.clip)
         optimizer.step()
-        rebalance_gates(model)
+        experts.move()
         if step == 0:
             found.updated = {n: p.detach().clone() for n, p in masters.named.items()}
     masters.restore()
     keep_final_state(found, model, [optimizer], masters.named)
+    found.broken = (*laws.broken, *case.order_faults())
     return found
+
+
+def prepare_plain(case: Case, model: nn.Module, plan: Plan, randomness: Randomness) -> PlainExperts:
+    """Make a model the reference's: as its user wrote it, but that calls of dropout know their
+    places, and weft's mixtures of experts compute by their definition. Below float64 weft's rule of
+    what is computed in which precision is part of what is verified, and holds here too."""
+    for module in model.modules():  # optimizers take dense gradients, which have the same numbers
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            module.sparse = False
+    experts = PlainExperts(model, compute=case.precision == "fp64")
+    if case.precision == "fp64":
+        call_forwards_with_hooks(model)  # which record what is compared
+    else:
+        parallelize(plan, model, Mesh(plan.layout, torch.device("cpu"), alone=True), randomness)
+    name_places(model, plan, randomness)
+    return experts
+
+
+def loss_of(loss: Loss, output: Any, batch: Batch) -> tuple[Tensor, Any, Sequence[int]]:
+    """(sum, weight, labels of each cross-entropy): by the definition where it is one of weft's."""
+    plain = plain_loss(loss)
+    if plain is None:
+        with count_labels() as counted:
+            total, weight = weighed_loss(loss, output, batch)
+        return total, weight, counted
+    total, weight, labels = plain(output, batch)
+    return total, weight, [labels] if labels else []
 
 
 def _together(outputs: Sequence[Any], size: int) -> tuple[Any, list[tuple[int, int]]]:

@@ -27,6 +27,7 @@ from weft.train import (
 
 from .case import Batch, Case
 from .compare import LayoutResult
+from .plain.samples import order_faults, whole_batch_of
 from .report import VerifyReport
 from .verify_model import SGD_LR, check_precision, verify_case
 
@@ -88,6 +89,8 @@ def make_case(run: RunConfig) -> Case:
         build=partial(build_model, run, dtype=dtype),
         plan=partial(_plan, run, batches),
         batch=batches,
+        whole_batch=batches.whole,
+        order_faults=batches.order_faults,
         loss=build_loss(run),
         optimizer=partial(torch.optim.SGD, lr=SGD_LR) if low else build_optimizer(run),
         inputs=run.model.inputs,
@@ -122,3 +125,14 @@ class _Batches:
         train = self.run.train
         loader = partial(Loader, self.held(), train.batch, train.seed, accumulate=train.accumulate)
         return next(loader(data_rank=data_rank, data_size=data_size, start=step))
+
+    def whole(self, step: int) -> Batch:
+        """The samples of a step, read one by one."""
+        return whole_batch_of(self.held(), self._order()(step))
+
+    def order_faults(self) -> list[str]:
+        """What is wrong with the order in which the loader takes samples."""
+        return order_faults(self._order(), len(self.held()), self.run.train.batch)
+
+    def _order(self) -> Callable[[int], list[int]]:
+        return Loader(self.held(), self.run.train.batch, self.run.train.seed).indices

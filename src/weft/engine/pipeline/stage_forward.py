@@ -63,7 +63,8 @@ class StageForward:
     """Runs the forwards of some stages of `model`, and changes it in place: parameters that none of
     them uses become placeholders. It runs on `device`.
 
-    `skipped(n)` is called when an earlier stage draws n dropout masks that this one skips.
+    `skipped(n, blocks)` is called when an earlier stage draws n dropout masks and calls blocks that
+    this one skips.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class StageForward:
         staging: Staging,
         stages: Sequence[int],
         device: torch.device,
-        skipped: Callable[[int], None] = lambda n: None,
+        skipped: Callable[[int, Sequence[str]], None] = lambda n, blocks: None,
         dtypes: DtypeRule = DtypeRule("fp32"),  # noqa: B008
     ):
         self.model, self.staging, self.skipped = model, staging, skipped
@@ -306,8 +307,8 @@ class _StageExecution(TorchFunctionMode):
         return out
 
     def _skip(self, item: PathNode, work: str | Callable, args: tuple, kwargs: dict) -> Any:
-        if item.draws:
-            self.owner.skipped(item.draws)
+        if item.draws or item.blocks:
+            self.owner.skipped(item.draws, item.blocks)
         self._note_changed(item, args, kwargs)
         self.position += 1
         skipped = SkippedWork(self.owner.shapes, work, args, kwargs)

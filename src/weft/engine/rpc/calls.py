@@ -21,6 +21,7 @@ from torch.distributed import rpc
 
 from weft._torch.autograd import in_backward
 from weft.core import UnsupportedModel, WeftError
+from weft.nn import DrawPosition
 from weft.pipeline import PLAIN_TYPES, map_tensors, other_leaves, tensors_in
 
 Edge = tuple[Any, int]  # a node of the graph, and which of its outputs
@@ -36,9 +37,7 @@ class ModuleCall:
     grad: bool
     step: int
     samples: tuple[int, int]  # of the microbatch: from, to
-    place: int  # of dropout, as in `Randomness`
-    calls: int
-    own_count: bool
+    position: DrawPosition
     number: int  # of the call in its microbatch
     modes: tuple[bool, ...]  # whether each module inside is training
 
@@ -46,12 +45,12 @@ class ModuleCall:
 @dataclass(frozen=True)
 class CallAnswer:
     """`uses`: for each result with a gradient, which arguments with a gradient it is computed from.
-    `calls`: how many dropout masks have been drawn at this place by now."""
+    `position`: where random numbers are drawn next."""
 
     output: Any
     token: Tensor | None
     uses: list[list[bool]]
-    calls: int
+    position: DrawPosition
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,9 @@ def await_answer(worker: str, future: Any) -> Any:
         ) from error
 
 
-def make_answer(call: ModuleCall, output: Any, arrived: Sequence[Tensor], calls: int) -> CallAnswer:
+def make_answer(
+    call: ModuleCall, output: Any, arrived: Sequence[Tensor], position: DrawPosition
+) -> CallAnswer:
     """What a worker returns of a module's output. `arrived`: the arguments that get gradients."""
     output = map_tensors(_check_structure(call.module, output), _compact)
     own = [t for t in tensors_in(output) if t.requires_grad]
@@ -158,11 +159,11 @@ def make_answer(call: ModuleCall, output: Any, arrived: Sequence[Tensor], calls:
             "let it return weight.detach() there, or leave it to the driver",
         )
     if not own and not arrived:
-        return CallAnswer(output, None, [], calls)
+        return CallAnswer(output, None, [], position)
     graphs = (BackwardGraph([edge(each)] if arrived else []) for each in own)
     uses = [[edge(t) in graph for t in arrived] for graph in graphs]
     *leaving, token = _ReturnResults.apply(len(own), *own, *arrived)
-    return CallAnswer(_replaced(output, leaving), token, uses, calls)
+    return CallAnswer(_replaced(output, leaving), token, uses, position)
 
 
 @contextmanager

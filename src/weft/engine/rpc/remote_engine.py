@@ -298,14 +298,12 @@ class Remote(RemoteState):
             torch.is_grad_enabled(),
             self.steps_done,
             samples,
-            draws.place,
-            draws.calls,
-            draws.own_count,
+            draws.position,
             self.calls.number,
             tuple(module.training for module in self.model.get_submodule(name).modules()),
         )
         answer = self.calls(worker, _answer, call, args, kwargs)
-        draws.calls = answer.calls
+        draws.position = answer.position
         return answer.output
 
     def answer(self, call: ModuleCall, args: tuple, kwargs: dict) -> CallAnswer:
@@ -322,8 +320,7 @@ class Remote(RemoteState):
             module.training = training  # a forward may have set it
         draws = self.randomness
         draws.begin(call.step, [*range(*call.samples)])
-        draws.move_to(call.place, call.calls)
-        draws.own_count = call.own_count
+        draws.position = call.position
         with ExitStack() as stack:
             for each in self.around:
                 stack.enter_context(each())
@@ -338,7 +335,7 @@ class Remote(RemoteState):
                 )
             output = self.model.get_submodule(call.module)(*args, **kwargs)
         arrived = [t for t in tensors_in((args, kwargs)) if t.requires_grad] if call.grad else []
-        return make_answer(call, output, arrived, draws.calls)
+        return make_answer(call, output, arrived, draws.position)
 
     # ---- what a checkpoint holds -----------------------------------------------------------------
 

@@ -1,0 +1,84 @@
+"""Changes to weft's own source, made in a running process: the code of a function is exchanged for
+that of its changed text, in every place that has imported it."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old`, which is once in the text of `function` ("name" or "Class.name") of a module, is `new`
+    there."""
+
+    module: str
+    function: str
+    old: str
+    new: str
+
+
+@contextmanager
+def mutated(*mutants: Mutant) -> Iterator[None]:
+    """In this context the process runs the mutants."""
+    before = []
+    try:
+        for mutant in mutants:
+            module = importlib.import_module(mutant.module)
+            function = function_of(module, mutant.function)
+            before.append((function, function.__code__))
+            function.__code__ = _changed(module, mutant)
+        yield
+    finally:
+        for function, code in reversed(before):
+            function.__code__ = code
+
+
+def function_of(module: Any, name: str) -> FunctionType:
+    """The plain function below decorators, properties and caches."""
+    found: Any = module
+    for part in name.split("."):
+        found = inspect.getattr_static(found, part)
+    while not isinstance(found, FunctionType) or hasattr(found, "__wrapped__"):
+        if isinstance(found, property):
+            found = found.fget
+        elif isinstance(found, functools.cached_property):
+            found = found.func
+        else:
+            found = getattr(found, "__wrapped__", None) or found.__func__
+    return found
+
+
+def _changed(module: Any, mutant: Mutant) -> CodeType:
+    text = inspect.getsource(module)
+    node = definition(ast.parse(text), mutant.function)
+    lines = text.splitlines(keepends=True)
+    body = "".join(lines[node.lineno - 1 : node.end_lineno])
+    assert body.count(mutant.old) == 1, f"{mutant} is there {body.count(mutant.old)} times"
+    lines[node.lineno - 1 : node.end_lineno] = [body.replace(mutant.old, mutant.new)]
+    return code_of(compile("".join(lines), str(module.__file__), "exec"), mutant.function)
+
+
+def definition(tree: ast.Module, name: str) -> ast.FunctionDef:
+    found: Any = tree
+    for part in name.split("."):
+        (found,) = (each for each in found.body if getattr(each, "name", None) == part)
+    assert isinstance(found, ast.FunctionDef)
+    return found
+
+
+def code_of(compiled: CodeType, name: str) -> CodeType:
+    """The code of a function in that of its module."""
+    found = compiled
+    for part in name.split("."):
+        found = next(
+            each for each in found.co_consts if isinstance(each, CodeType) and each.co_name == part
+        )
+    return found

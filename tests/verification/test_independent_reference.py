@@ -1,0 +1,316 @@
+"""The one-device reference leans on nothing that it proves: a change of weft's source that both
+sides run is seen all the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.cases import BATCH, LENGTH, SUBJECTS, VOCAB, Subject, tokens
+from tests.mutants import Mutant, mutated
+from tests.verification.nets_with_quirks import QUIRKS
+from weft.core.run_config import RunConfig
+from weft.nn.losses import causal_lm, mse, next_token
+from weft.nn.models import decoder
+from weft.train.data import Loader, stdlib
+from weft.verification.case import Case
+from weft.verification.compare import LayoutResult, check_layout
+from weft.verification.plain.samples import order_faults
+from weft.verification.reference import run_reference
+from weft.verification.verify_run import make_case
+
+STEPS = 2
+
+
+class DroppedAttention(nn.Module):
+    """Causal attention whose weights are dropped, over blocks; and noise."""
+
+    def __init__(self, dim: int = 32, heads: int = 4):
+        super().__init__()
+        self.embedding, self.heads = nn.Embedding(VOCAB, dim), heads
+        self.blocks = nn.ModuleList(nn.Linear(dim, 3 * dim) for _ in range(2))
+        self.head = nn.Linear(dim, VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            q, k, v = (
+                part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+                for part in block(x).chunk(3, -1)
+            )
+            p = 0.3 if self.training else 0.0
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+            x = x + y.transpose(1, 2).flatten(2)
+        return self.head(x + 0.1 * torch.randn_like(x))
+
+
+class Squares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 16), nn.AlphaDropout(0.3), nn.Linear(16, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def of_squares() -> dict[str, Tensor]:
+    return {"x": torch.randn(BATCH, 6), "target": torch.randn(BATCH, 3)}
+
+
+def ids_alone() -> dict[str, Tensor]:
+    return {"input_ids": tokens()["input_ids"]}
+
+
+MIXTURE = partial(
+    decoder, VOCAB, 32, 2, 4, seq_len=LENGTH, hidden=32, experts=4, balance=0.1, z=0.1
+)
+CASES = {
+    "dropout": SUBJECTS["dropout"],
+    "decoder": SUBJECTS["decoder"],
+    "attention": Subject(DroppedAttention),
+    "squares": Subject(Squares, of_squares, mse),
+    "shifted": Subject(partial(decoder, VOCAB, 32, 2, 4, seq_len=LENGTH), ids_alone, next_token),
+    "aligned": Subject(partial(decoder, VOCAB, 32, 2, 4, seq_len=LENGTH), tokens, causal_lm),
+    "experts": Subject(partial(MIXTURE, bias=0.05)),
+    "capacity": Subject(partial(MIXTURE, capacity=1.0, gate="sigmoid", shared=1)),
+}
+RNG, LOSSES, MOE = "weft.nn.dropout_rng", "weft.nn.losses", "weft.nn.models.moe"
+ROUTING, FUNCTIONS = "weft.nn.moe_routing", "weft.engine.function_overrides"
+MUTANTS = {
+    "causal mask lost under dropout": (
+        "attention",
+        FUNCTIONS,
+        "plain_attention",
+        "if is_causal:",
+        "if False:",
+    ),
+    "scale lost under dropout": (
+        "attention",
+        FUNCTIONS,
+        "plain_attention",
+        "1.0 / math.sqrt(query.shape[-1])",
+        "1.0",
+    ),
+    "weights kept unscaled": (
+        "attention",
+        RNG,
+        "Randomness.dropout",
+        "mul_(1.0 / (1.0 - p))",
+        "mul_(1.0)",
+    ),
+    "dropout unscaled": (
+        "dropout",
+        RNG,
+        "Randomness.dropout",
+        "mul_(1.0 / (1.0 - p))",
+        "mul_(1.0)",
+    ),
+    "kept with p": ("dropout", RNG, "Randomness._draw_mask", "word >= int(", "word < int("),
+    "same mask at every step": ("dropout", RNG, "Randomness.make_key", "self.step", "0"),
+    "same mask at every call": (
+        "dropout",
+        RNG,
+        "Randomness.site",
+        "self.calls * _NEXT_CALL",
+        "_NEXT_CALL",
+    ),
+    "same mask in every block": ("dropout", RNG, "Randomness.make_key", "self.place", "0"),
+    "same mask for every sample": (
+        "dropout",
+        RNG,
+        "Randomness._coordinates",
+        "(base[:, None] * total + own)",
+        "(0 * base[:, None] * total + own)",
+    ),
+    "no dropout at all": (
+        "dropout",
+        FUNCTIONS,
+        "FunctionOverrides._dropout",
+        "if not training or p == 0.0:",
+        "if True:",
+    ),
+    "noise the same at every step": ("attention", RNG, "Randomness.make_key", "self.step", "0"),
+    "noise of another width": (
+        "attention",
+        "weft.nn.random_draws",
+        "Draws.normal",
+        "-2.0 *",
+        "-16.0 *",
+    ),
+    "alpha dropout without its shift": (
+        "squares",
+        FUNCTIONS,
+        "FunctionOverrides._alpha",
+        " - a * _SELU_FLOOR * p",
+        "",
+    ),
+    "labels shifted twice": (
+        "shifted",
+        "weft.nn.batch_labels",
+        "shift_labels",
+        "labels[:, 1:], (0, 1)",
+        "labels[:, 2:], (0, 2)",
+    ),
+    "labels not shifted": (
+        "aligned",
+        LOSSES,
+        "_shifted",
+        'shift_labels(batch.get("labels", batch["input_ids"]))',
+        'batch["labels"]',
+    ),
+    "every label counts": (
+        "decoder",
+        LOSSES,
+        "cross_entropy",
+        "return total, counted.sum().to(total.dtype)",
+        "return total, (counted | True).sum().to(total.dtype)",
+    ),
+    "mean of squares": ("squares", LOSSES, "mse", 'reduction="sum"', 'reduction="mean"'),
+    "balance loss lost": (
+        "experts",
+        MOE,
+        "Mixture.forward",
+        "self.balance * balance_loss(shares, index)",
+        "0.0 * balance_loss(shares, index)",
+    ),
+    "balance loss of other experts": (
+        "experts",
+        ROUTING,
+        "balance_loss",
+        "probabilities.shape[-1] * (",
+        "(",
+    ),
+    "z loss of logits": ("experts", ROUTING, "z_loss", ".square()", ""),
+    "shares of one expert too many": ("experts", ROUTING, "count_choices", "+ 1\n", "+ 0\n"),
+    "added loss doubled": ("experts", ROUTING, "AddLoss.backward", "ctx.scale", "2 * ctx.scale"),
+    "bias moves the other way": (
+        "experts",
+        ROUTING,
+        "GateBias.move",
+        "load.mean() - load",
+        "load - load.mean()",
+    ),
+    "bias never moves": ("experts", ROUTING, "rebalance_gates", "bias.move(load)", "pass"),
+    "bias counts every other": (
+        "experts",
+        ROUTING,
+        "GateBias.count",
+        "self.state[1] +=",
+        "self.state[1] =",
+    ),
+    "room for one more": (
+        "capacity",
+        ROUTING,
+        "within_capacity",
+        ") >= math.ceil(",
+        ") > math.ceil(",
+    ),
+    "later tokens first": (
+        "capacity",
+        ROUTING,
+        "within_capacity",
+        "flat.argsort(dim=1, stable=True)",
+        "flat.argsort(dim=1, stable=True).flip(1)",
+    ),
+    "weights that are no shares": (
+        "experts",
+        MOE,
+        "Gate.forward",
+        "if self.active > 1:",
+        "if False:",
+    ),
+    "best expert alone": (
+        "experts",
+        MOE,
+        "Gate.forward",
+        ".topk(self.active, dim=-1).indices",
+        ".topk(self.active, dim=-1).indices[:, :1].expand(-1, self.active)",
+    ),
+    "experts unweighted": (
+        "capacity",
+        MOE,
+        "Experts.forward",
+        " * weights.reshape(-1)[\n            order\n        ].unsqueeze(-1)",
+        "",
+    ),
+}
+
+
+RECOMPUTED = (("accumulate", 2), ("recompute", "full"))
+LOADER = {
+    "every epoch in one order": ("[self.seed, epoch]", "[self.seed]"),
+    "no shuffle": ("random.permutation(size) if self.shuffle", "np.arange(size) if self.shuffle"),
+    "with repeats": ("random.permutation(size)", "random.integers(0, size, size)"),
+    "half of each batch from the next": ("place * self.batch :", "place * self.batch // 2 :"),
+    "one sample too few": ("(place + 1) * self.batch]", "(place + 1) * self.batch - 1]"),
+    "the first batch in every step": (
+        "divmod(step, self.steps_per_epoch)",
+        "step // self.steps_per_epoch, 0",
+    ),
+}
+
+
+def both_sides(mutant: Mutant, case: Case, layout: str) -> LayoutResult:
+    """The reference and the layout, both with the mutant."""
+    with mutated(mutant):
+        return check_layout(case, layout, run_reference(case, STEPS))
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_what_both_sides_run_is_seen(pool: Any, name: str) -> None:
+    subject, *mutant = MUTANTS[name]
+    result = pool.run(both_sides, Mutant(*mutant), CASES[subject].case(), "dp2", world=2)[0]
+    assert not result.passed, result
+
+
+@pytest.mark.parametrize("subject", CASES)
+def test_without_a_mutant(pool: Any, subject: str) -> None:
+    case = CASES[subject].case()
+    result = pool.run(check_layout, case, "dp2", run_reference(case, STEPS), world=2)[0]
+    assert result.passed, result
+    assert result.problem is None
+
+
+@pytest.mark.parametrize("layout", ["dp2", "fsdp2", "pp2"])
+def test_a_block_that_is_called_again_has_other_masks(pool: Any, layout: str) -> None:
+    """Also where backward computes it again."""
+    subject = replace(QUIRKS["recurrent"], plan=RECOMPUTED)
+    case, alone = subject.case(), run_reference(subject.case(), STEPS)
+    assert not alone.broken
+    result = pool.run(check_layout, case, layout, alone, world=2)[0]
+    assert result.passed, result
+    with mutated(Mutant(RNG, "Randomness.call_of", "before + 1", "before")):
+        assert "draws what was drawn in the same step" in run_reference(case, STEPS).broken[0]
+
+
+@pytest.mark.parametrize("name", LOADER)
+def test_a_loader_that_is_no_shuffle_is_seen(name: str) -> None:
+    data = stdlib(seq_len=64, max_bytes=64 * 131)
+    assert order_faults(Loader(data, 8, 0).indices, len(data), 8) == []
+    with mutated(Mutant("weft.train.data", "Loader.indices", *LOADER[name])):
+        assert order_faults(Loader(data, 8, 0).indices, len(data), 8)
+
+
+def test_a_run_is_held_to_samples_that_are_read_one_by_one() -> None:
+    """`weft verify` of a run file: what the loader gives is not what the reference reads."""
+    tables = {
+        "model": {"build": "weft.models:decoder", "vocab": 256, "seq_len": 16},
+        "data": {"build": "weft.data:stdlib", "seq_len": 16, "max_bytes": 4000},
+        "layout": {"axes": "dp2"},
+        "train": {"batch": 8, "steps": 1},
+        "output": ".",
+        "folder": ".",
+    }
+    case = make_case(RunConfig.model_validate(tables))
+    first = Mutant("weft.train.data", "collate", "[sample[key] for", "[samples[0][key] for")
+    with mutated(first):
+        batch, whole = case.batch_of(0, 0, 1), case.whole_batch_of(0)
+    assert not torch.equal(batch["input_ids"], whole["input_ids"])
+    assert torch.equal(case.batch_of(0, 0, 1)["input_ids"], whole["input_ids"])
+    assert case.order_faults() == []
