@@ -968,7 +968,11 @@ def inside_checkpoint(m: Any, x: Tensor) -> Tensor:
 
 
 def side_way(m: Any, x: Tensor) -> Tensor:
-    return m.b(m.e(x)) + m.e.kept
+    return m.b(checkpoint(m.e, x, use_reentrant=False)) + m.e.kept
+
+
+def side_way_within_a_stage(m: Any, x: Tensor) -> Tensor:
+    return m.b(checkpoint(m.e, x, use_reentrant=False) + m.e.kept)
 
 
 def returns_an_object(m: Any, x: Tensor) -> Any:
@@ -1046,6 +1050,7 @@ REFUSED: list[tuple[Callable, list[str], str]] = [
         r"it runs inside torch.utils.checkpoint, called at test_split_model.py",
     ),
     (side_way, ["b"], r"leaves e \(called at .*\) otherwise than by its return value"),
+    (side_way_within_a_stage, ["b"], r"leaves e \(called at .*\) otherwise than by its return"),
     (
         hands_out_an_object,
         ["b"],
@@ -1078,6 +1083,31 @@ def test_what_cannot_be_cut_is_named(forward: Callable, points: list[str], messa
     with pytest.raises(UnsupportedModel, match=message) as refused:
         split_stages(trace_forward(model, {"x": torch.randn(3, 8)}), points)
     assert refused.value.field == "pipeline.cut"
+
+
+def kept(m: Any, x: Tensor) -> Tensor:
+    return m.b(m.e(x)) + m.e.kept
+
+
+def kept_within_a_stage(m: Any, x: Tensor) -> Tensor:
+    return m.b(m.e(x) + m.e.kept)
+
+
+def kept_twice(m: Any, x: Tensor) -> Tensor:
+    first = m.e(m.a(x))
+    total = m.e.kept
+    return m.b(m.e(first)) + total + m.e.kept
+
+
+def returned_alone(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return m.b(m.e(x)), m.e.kept
+
+
+@pytest.mark.parametrize(
+    "forward", [kept, kept_within_a_stage, kept_twice, returned_alone], ids=lambda f: f.__name__
+)
+def test_what_a_module_keeps_is_read_in_any_stage(forward: Callable) -> None:
+    hold(Written(forward, e=Keeper()), ["b"], {"x": torch.randn(3, 8)})
 
 
 def test_the_same_forwards_can_be_cut_elsewhere() -> None:

@@ -155,6 +155,25 @@ class OddNames(nn.Module):
         return self.beta(torch.tanh(self.alpha(x)))
 
 
+class NormedBetween(OddNames):
+    """All features of its first linear meet before the second."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.beta(self.alpha(x).softmax(-1))
+
+
+class ColumnAlone(nn.Module):
+    """Two linears take what the first makes, whose name is that of a feed-forward's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.mean, self.scale = nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.fc1(x))
+        return self.mean(h) * self.scale(h).exp()
+
+
 class Scaled(nn.Module):
     """A feed-forward that gets a second tensor, which needs a gradient."""
 

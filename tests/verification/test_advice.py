@@ -344,3 +344,12 @@ def test_roles_are_declared_where_no_sample_shows_them(pool: Any) -> None:
     assert {p.name for step in plan.steps for p in step.params} >= {"alpha.weight", "beta.weight"}
     after = result(pool, planned(roles=roles)(subject, ""), "tp2")
     assert after.passed, after
+
+
+@pytest.mark.parametrize("net", [advised.ColumnAlone, advised.NormedBetween])
+def test_no_roles_are_advised_where_the_forward_shows_none(net: type[nn.Module]) -> None:
+    subject = Subject(net, features, mse)
+    with pytest.raises(Refusal, match=r"in this model: along .* do not stay apart .* or fsdp\.$"):
+        subject.case().lay(subject.build(), "tp2")
+    with pytest.raises(Refusal, match="declare a column and the row"):  # there might be some
+        weft.plan(subject.build(), "tp2", batch=8, loss=mse)

@@ -12,12 +12,13 @@ from tests.cases import reference, seeded
 from tests.verification.nets import NETS as FIRST
 from tests.verification.nets_of_families import FAMILIES
 from tests.verification.nets_of_papers import PAPERS
+from tests.verification.nets_of_repositories import REPOSITORIES
 from tests.verification.nets_of_tutorials import TUTORIALS
 from tests.verification.nets_with_quirks import QUIRKS
 from weft.core.errors import Refusal
 from weft.verification.compare import check_layout
 
-NETS = FIRST | PAPERS | QUIRKS | FAMILIES | TUTORIALS
+NETS = FIRST | PAPERS | QUIRKS | FAMILIES | TUTORIALS | REPOSITORIES
 LAYOUTS = ("dp2", "fsdp2", "tp2", "pp2", "dp2.tp2")
 TP = ("tp2", "dp2.tp2")
 SAMPLES = ("dp2", "fsdp2", "dp2.tp2")  # ranks have other samples
@@ -38,6 +39,8 @@ NOTHING_TO_CUT = (
     "pointnet",
     "checkpointed-conv",
     "hypernet",
+    "multi-period",
+    "skips-to-the-end",
 )
 REFUSED: dict[tuple[str, str], str] = {
     **{(name, at): "finds no attention" for name in NOTHING_TO_CUT for at in TP},
@@ -58,6 +61,7 @@ REFUSED: dict[tuple[str, str], str] = {
         for at in ("dp2", "fsdp2", "pp2")
     },
     ("siamese", "pp2"): "the model 0 modules that are called once",
+    ("multi-period", "pp2"): "the model 0 modules that are called once",
     ("skip-gram", "pp2"): "the model 1 modules that are called once",
     ("byol", "fsdp2"): "target.0.weight is changed by the model's forward, and what",
     ("byol", "pp2"): "is changed by the forward, and stages 0 and 1 use it",
@@ -104,3 +108,9 @@ def test_equal_or_refused(pool: Any, name: str, layout: str) -> None:
 def test_stages_part_no_chain_that_ranks_divide(pool: Any, name: str) -> None:
     found = result(pool, name, "pp2.tp2")
     assert found.passed, found
+
+
+def test_a_unit_that_keeps_a_tensor_is_not_for_every_stage() -> None:
+    net = NETS["gshard"]
+    with pytest.raises(Refusal, match=r"moes.0 keeps a tensor .* one unit of sharding"):
+        net.case().lay(seeded(net.build), "pp2.fsdp2")

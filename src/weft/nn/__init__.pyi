@@ -104,6 +104,7 @@ from .random_draws import (
 )
 from .rms_norms import ShardedRMSNorm as ShardedRMSNorm, rms_rule as rms_rule
 from .role_types import (
+    NO_ROW as NO_ROW,
     Chain as Chain,
     ExpertsRole as ExpertsRole,
     Roles as Roles,

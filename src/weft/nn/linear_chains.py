@@ -16,7 +16,7 @@ from torch import nn
 from weft.core import DimShard, UnsupportedModel
 
 from .config_values import config_value
-from .role_types import Chain, is_conv1d, is_linear, linear_features
+from .role_types import NO_ROW, Chain, is_conv1d, is_linear, linear_features
 
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads", "nhead")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads")
@@ -72,7 +72,7 @@ def find_chains(
                 raise UnsupportedModel(f"roles.{name}", "row", "no column comes before it", fix)
             columns = []
     if columns:
-        notes.append(f"{columns[0]}: a column with no row after it is left whole")
+        notes.append(f"{columns[0]}: {NO_ROW}")
     return chains
 
 

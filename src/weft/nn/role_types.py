@@ -10,6 +10,9 @@ from torch import nn
 
 from weft.core import DimShard, Layout, Weight
 
+# a note on what names say alone; a forward that is followed tells more
+NO_ROW = "a column with no row after it is left whole"
+
 
 @dataclass(frozen=True)
 class Chain:
@@ -70,7 +73,7 @@ class ExpertsRole:
 @dataclass(frozen=True)
 class Roles:
     """What was found: chains, the vocabulary's embeddings and heads, the repeated blocks, and where
-    each came from.
+    each came from. `all_seen`: the forward shows that no other linears are columns and a row.
 
     More than one embedding or head: modules of their own that hold the same weight (a T5's encoder
     and decoder).
@@ -84,6 +87,7 @@ class Roles:
     notes: tuple[str, ...] = ()
     experts: tuple[ExpertsRole, ...] = ()
     mixers: tuple[str, ...] = ()  # modules that mix positions, other than by attention weft divides
+    all_seen: bool = False
 
     def of_experts(self, name: str) -> bool:
         """Whether a parameter has a part for each expert."""

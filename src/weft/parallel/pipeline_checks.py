@@ -47,6 +47,15 @@ def check_stages(
                 f"cuts {inside} in two, which is one unit of {units[inside]}",
                 f"cut before {inside} or before what follows it",
             )
+    keeping = next((u for u in units if u in staging.around), None)
+    if keeping is not None:
+        raise UnsupportedModel(
+            "pipeline.cut",
+            staging.stages[1].first,
+            f"{keeping} keeps a tensor that is read outside of it, so that every stage runs its"
+            f" code, and it is one unit of {units[keeping]}",
+            f"return the tensor from {keeping}",
+        )
     if not staged.versions:
         return
     if precision == "fp16":

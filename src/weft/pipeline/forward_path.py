@@ -14,9 +14,10 @@ from .capture.structures import tensors_in
 class ForwardPath:
     """The events of a forward that stages divide, and where each stage begins.
 
-    A call that contains a split point is open. The path has what open calls do directly, each a
-    whole module call or a function, as far as it depends on weights or random numbers: every stage
-    runs the rest by itself.
+    A call that contains a split point is open. So are the calls of a module that keeps a tensor
+    which others read, as a loss of its own: every stage runs its code, and keeps what came or a
+    placeholder. The path has what open calls do directly, each a whole module call or a function,
+    as far as it depends on weights or random numbers: every stage runs the rest by itself.
 
     `starts`: the event with which each stage but the first begins. `last`: the last stage.
     `open_calls` and `nodes`: events. `weight_dependent`: tensors. `writers`: tensor -> the nodes
@@ -31,6 +32,9 @@ class ForwardPath:
             outer for start in self.starts for outer in self.enclosing_calls(start)
         }
         self._find_nodes(set())
+        while kept := self._keeping():
+            self.open_calls |= kept
+            self._find_nodes(set())
         unseen = {n for n, t in enumerate(graph.tensors) if t.home and n not in self.writers}
         self.weight_dependent |= unseen
 
@@ -55,6 +59,24 @@ class ForwardPath:
         called = {self.graph.events[i].name for i in self.nodes if self.graph.events[i].call}
         if called != counted:
             self._find_nodes(called)
+
+    def is_returned(self, number: int) -> bool:
+        """Whether the node that makes a tensor returns it."""
+        return TensorRef(number) in tensors_in(self.graph.events[self.makers[number]].output)
+
+    def _keeping(self) -> set[int]:
+        """Nodes that are calls of modules which keep a tensor that is read outside of them."""
+        events, tensors = self.graph.events, self.graph.tensors
+        leaves = tensors_in(events[0].output)
+        read = {n for index in self.nodes for n in events[index].reads}
+        read |= {leaf.number for leaf in leaves if isinstance(leaf, TensorRef)}
+        makers = {
+            self.makers[n]
+            for n in read & self.makers.keys()
+            if not tensors[n].home and not self.is_returned(n)
+        }
+        names = {events[i].name for i in makers if events[i].call and not events[i].within}
+        return {i for i in self.nodes if events[i].call and events[i].name in names}
 
     def _find_starts(self) -> list[int]:
         calls: dict[str, list[int]] = {}

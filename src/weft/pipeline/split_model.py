@@ -204,11 +204,19 @@ class _StageSplitter:
         return needed
 
     def _need(self, number: int, stage: int, reader: int, needed: list[set[int]]) -> None:
-        if self.path.first_stage(number) >= stage or number in needed[stage]:
-            return
         t, event = self.graph.tensors[number], self.graph.events[reader]
         use = f"used at {event.line}: `{event.text}`" if reader else "returned by the model"
         born, name = self.path.makers.get(number), self.path.tensor_name(number)
+        if born is not None and not t.home and not self.path.is_returned(number):
+            maker = self.graph.events[born]
+            raise self.path.refusal(
+                max(stage, 1),
+                f"{name} leaves {maker.name} (called at {maker.line}) otherwise than by its return"
+                f" value, and is {use}",
+                f"return it from {maker.name}",
+            )
+        if self.path.first_stage(number) >= stage or number in needed[stage]:
+            return
         if t.home or born is None:
             why = t.home or WRITTEN_BY_EVERY_STAGE
             at = self.path.writers.get(number, [t.birth])[0]
@@ -225,13 +233,6 @@ class _StageSplitter:
                 stage,
                 f"{name} is made inside the autograd function {maker.within}, and is {use}",
                 "put that function into a module and cut outside of it",
-            )
-        if TensorRef(number) not in tensors_in(maker.output):
-            raise self.path.refusal(
-                stage,
-                f"{name} leaves {maker.name} (called at {maker.line}) otherwise than by its return"
-                f" value, and is {use}",
-                f"return it from {maker.name}, or cut after its last use",
             )
         needed[stage].add(number)
 

@@ -27,8 +27,9 @@ class ActivationRecorder:
     microbatch by microbatch.
 
     `forward` and `backward` name the modules in the order in which these came, one entry per
-    tensor; `reached`: the places in `forward` to which backward came. `cores`: calls of attention.
-    `calls`: how often each module was called; `shapes`: of what entered and left each time;
+    tensor; `reached`: the places in `forward` to which backward came; `needing`: those of calls
+    that got a tensor which needs a gradient. `cores`: calls of attention. `calls`: how often each
+    module was called; `shapes`: of what entered and left each time;
     `entered`: every tensor that did. `called_again`, `left_again`: in backward, by a model that
     checkpoints its own blocks; such a forward may end within a module.
     """
@@ -43,6 +44,7 @@ class ActivationRecorder:
     left_again: Counter[str] = field(default_factory=Counter)
     forward: list[str] = field(default_factory=list)
     reached: set[int] = field(default_factory=set)
+    needing: set[int] = field(default_factory=set)
     backward: list[str] = field(default_factory=list)
     cores: list[AttentionCall] = field(default_factory=list)
     routings: list[RoutingCall] = field(default_factory=list)
@@ -131,7 +133,8 @@ def record_activations(
         keep(trace.outputs, trace.forward, name, out)
         shape = (0,) if entered is None else tuple(entered.shape)
         trace.shapes.setdefault(name, []).append((shape, tuple(out.shape)))
-        for x in tree_leaves((args, kwargs), Tensor):
+        given = tree_leaves((args, kwargs), Tensor)
+        for x in given:
             found = SequenceInput(name, tuple(x.shape), x.itemsize, x.requires_grad)
             trace.entered.setdefault(name, []).append(found)
         if name in experts:
@@ -157,8 +160,11 @@ def record_activations(
         )
         place = len(trace.forward) - 1
         called_at.setdefault(name, []).append(place)
+        if any(x.requires_grad for x in given):
+            trace.needing.add(place)
         watch(name, place, needs, args, kwargs, output)
-        if out.requires_grad:
+        # what leaves as it came has the gradient of all its uses, also those beside the module
+        if out.requires_grad and all(out is not x for x in given):
             out.register_hook(partial(back, name))
 
     @torch.compiler.disable

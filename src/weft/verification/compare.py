@@ -298,7 +298,11 @@ def _module_calls(
     call to call, or one device's shapes do not tell: a Python loop over experts calls each with the
     tokens that chose it."""
     gathered = {step.module for step in plan.steps if step.gather is not None}
-    order = [(n, i in whole.reached) for i, n in enumerate(whole.forward) if n in gathered]
+    order = [
+        (n, i in whole.reached, i in whole.needing)
+        for i, n in enumerate(whole.forward)
+        if n in gathered
+    ]
     again = _regathered(order)
     repeated = {n: (whole.called_again[n], whole.left_again[n]) for n in whole.calls}
     found = {n: CallSizes(count, (), again[n], repeated[n]) for n, count in whole.calls.items()}
@@ -322,22 +326,28 @@ def _module_calls(
     return found
 
 
-def _regathered(order: list[tuple[str, bool]]) -> Counter[str]:
+def _regathered(order: list[tuple[str, bool, bool]]) -> Counter[str]:
     """How often backward gathers each unit. When FSDP2 comes to a unit, it gathers that of the call
-    before, too, also if backward does not come there (`FSDPParamGroup._backward_prefetch`).
+    before, too, also if backward does not come there (`FSDPParamGroup._backward_prefetch`). A
+    unit is freed where the gradient of what entered the call is made, else when backward ends.
 
     Args:
-        order: (unit, whether backward comes to it) of the calls of a forward.
+        order: (unit, whether backward comes to it, whether what enters needs a gradient) of the
+            calls of a forward.
     """
     count: Counter[str] = Counter()
     gathered: set[str] = set()
+    open_units: set[str] = set()  # a call of theirs is not done
     for place in reversed(range(len(order))):
-        name, reached = order[place]
-        if reached:
-            for unit in (name, *(before for before, _ in order[max(0, place - 1) : place])):
+        name, reached, needs = order[place]
+        if reached and name not in open_units:
+            for unit in (name, *(before for before, _, _ in order[max(0, place - 1) : place])):
                 count[unit] += unit not in gathered
                 gathered.add(unit)
+            open_units.add(name)
+        if reached and needs:
             gathered.discard(name)
+            open_units.discard(name)
     return count
 
 

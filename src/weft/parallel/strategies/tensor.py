@@ -46,6 +46,11 @@ _TO_DECLARE = (
     ' "column" and "blocks.*.down" = "row"'
 )
 
+_SEEN = (
+    ": along its forward, the features that a linear makes do not stay apart up to one linear that"
+    " takes them all"
+)
+
 
 def steps(request: StepsRequest) -> Iterator[Step]:
     """Steps for every chain and for the vocabulary."""
@@ -57,9 +62,15 @@ def steps(request: StepsRequest) -> Iterator[Step]:
             "layout",
             str(layout),
             "tensor parallelism finds no attention, feed-forward or embedding to cut in this model"
+            + (_SEEN if roles.all_seen else "")
             + (f" ({'; '.join(_once(roles.notes))})" if roles.notes else "")
             + ("" if some else ", whose weights are in no nn.Linear and no nn.Embedding"),
-            "use dp or fsdp" + (_TO_DECLARE if sum(map(is_linear, model.modules())) > 1 else ""),
+            "use dp or fsdp"
+            + (
+                _TO_DECLARE
+                if sum(map(is_linear, model.modules())) > 1 and not roles.all_seen
+                else ""
+            ),
         )
     sequence = "sequence" in layout.options_of(AXIS)
     residual: Placement = Shard(1) if sequence else COPY

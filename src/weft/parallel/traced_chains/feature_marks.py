@@ -79,6 +79,7 @@ class FeatureTrace:
     given: a name of its own -> an argument of a module that has no gradient. It is treated as a
         parameter is: `inner`, `parts`, `used_whole` and `Mark.params` know it by this name.
     operators: how many were run.
+    unknown: whether one of them combines features in a way that is not known.
     """
 
     classes: LabelClasses = field(default_factory=LabelClasses)
@@ -95,6 +96,7 @@ class FeatureTrace:
     norms: dict[str, Tensor] = field(default_factory=dict)
     given: dict[str, Given] = field(default_factory=dict)
     operators: int = 0
+    unknown: bool = False
 
     def settle(self, shapes: Mapping[str, torch.Size]) -> None:
         """At the end: make one class of those that met a tensor which differs from one to the

@@ -203,6 +203,7 @@ class FeatureMode(TorchDispatchMode):
             if self._looked_at < ELEMENTS:
                 found = self._rules.labels(func, name, args, kwargs, live, made)
             if found is None:
+                self.trace.unknown = True
                 for labels in live.values():
                     self.trace.classes.kill(labels)
                 origin = replace(origin, active=True)

@@ -13,9 +13,11 @@ from torch import nn
 
 from weft._torch.tensors import fake_mode
 from weft.nn import (
+    NO_ROW,
     Chain,
     Roles,
     chain_module,
+    is_linear,
     is_plain_linear,
     linear_features,
     rms_rule,
@@ -40,19 +42,21 @@ def traced_roles(request: PlanRequest, roles: Roles) -> Roles:
         return roles
     misread = misread_chains(request, roles, size)
     roles = replace(roles, chains=tuple(c for c in roles.chains if c not in misread))
-    chains = traced_chains(request, roles, size)
+    chains, all_seen = traced_chains(request, roles, size)
     cut = {name for chain in chains for name in (*chain.columns, chain.row)}
     kinds = {type(request.model.get_submodule(chain_module(c))).__name__ for c in chains}
     notes = [
         note
         for note in roles.notes
-        if note.partition(":")[0] not in cut and note.partition(" ")[0] not in kinds
+        if note.partition(":")[0] not in cut
+        and note.partition(" ")[0] not in kinds
+        and not (all_seen and note.endswith(NO_ROW))  # of names alone
     ]
     if chains:
         notes.append(f"{len(chains)} chains of linears are found along the forward")
     for module in dict.fromkeys(chain_module(c) for c in misread if c.row not in cut):
         notes.append(f"{module}: its heads are not where the names of its linears say: left whole")
-    return replace(roles, chains=(*roles.chains, *chains), notes=tuple(notes))
+    return replace(roles, chains=(*roles.chains, *chains), notes=tuple(notes), all_seen=all_seen)
 
 
 def misread_chains(request: PlanRequest, roles: Roles, size: int) -> list[Chain]:
@@ -99,32 +103,35 @@ def _parts_classes(chain: Chain, trace: FeatureTrace, size: int) -> bool:
     return False
 
 
-def traced_chains(request: PlanRequest, roles: Roles, size: int) -> tuple[Chain, ...]:
-    """Chains of linears that are in none of `roles`, for `size` ranks. Without a sample, or where
-    the forward depends on the elements of tensors, there may be none."""
+def traced_chains(request: PlanRequest, roles: Roles, size: int) -> tuple[tuple[Chain, ...], bool]:
+    """Chains of linears that are in none of `roles`, for `size` ranks; and whether the forward
+    shows that there are no others to declare. Where it depends on the elements of tensors, it may
+    show none."""
     model = request.model
     linears = _free_linears(model, roles, request.roles or {})
     copies = _alike(model, roles.blocks)
     traced = {n: m for n, m in linears.items() if not _within_any(n, copies)}
-    if len(traced) < 2 or request.sample is None:
-        return ()
+    if len(traced) < 2:
+        return (), False
     mode = fake_mode()
     whole = copy_without_elements(model, mode)
     arguments = request.arguments()
     tables = [model.get_submodule(name) for name in (*roles.embeddings, *roles.heads)]
     others = {id(p) for module in tables for p in module.parameters()}
-    left: set[str] = set()
+    left, narrow, unknown = set[str](), set[str](), False
+    all_seen = {n for n, m in model.named_modules() if is_linear(m)} <= {*linears}
     norms = _norms(model)
     built: dict[str, Chain | None] = {}
     for _ in range(PASSES):
         followed = follow(whole, arguments, mode, traced, left, roles.blocks, norms)
+        unknown |= followed.trace.unknown
         elsewhere = {n for n in traced if f"{n}.weight" in followed.trace.read}
         if elsewhere:  # an operator would meet a rank's part
             traced = {n: m for n, m in traced.items() if n not in elsewhere}
             continue
         found = {row: _columns(followed.trace, row) for row in followed.trace.rows}
-        again = _bottlenecks(model, found) - left or _undividable(followed.trace, found) - left
-        if again:
+        narrow |= _bottlenecks(model, found)
+        if again := narrow - left or _undividable(followed.trace, found) - left:
             left |= again
             continue
         for row, columns in found.items():
@@ -133,8 +140,11 @@ def traced_chains(request: PlanRequest, roles: Roles, size: int) -> tuple[Chain,
         failed = [columns for row, columns in found.items() if columns and built[row] is None]
         again = {name for columns in failed for name in _narrower(model, columns)}
         if not again:
+            all_seen &= followed.ended and not narrow and not unknown
             break
         left |= again
+    else:
+        all_seen = False
     chains = []
     for chain in built.values():
         if chain is not None:
@@ -143,7 +153,7 @@ def traced_chains(request: PlanRequest, roles: Roles, size: int) -> tuple[Chain,
             inside = next((b for bs in roles.blocks for b in bs if row.startswith(b + ".")), None)
             alike = [c for c, first in copies.items() if first == inside]
             chains += [_renamed(chain, f"{inside}.", f"{other}.") for other in alike]
-    return tuple(chains)
+    return tuple(chains), all_seen
 
 
 def _narrower(model: nn.Module, columns: tuple[str, ...]) -> list[str]:

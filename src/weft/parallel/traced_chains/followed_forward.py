@@ -38,9 +38,11 @@ class Call:
 
 @dataclass
 class Followed:
-    """A forward that was followed, and the first call of each module."""
+    """A forward that was followed, and the first call of each module. `ended`: no error ended it
+    before."""
 
     trace: FeatureTrace
+    ended: bool = False
     calls: dict[str, Call] = field(default_factory=dict)
 
 
@@ -101,6 +103,7 @@ def follow(
         around = features.around(modules, normed, labels)
         with suppress(*FAILS), without_elements(mode), around:
             last = {id(t) for t in tree_leaves(whole(**arguments), Tensor)}
+            followed.ended = True
     for handle in handles:
         handle.remove()
     for name, call in followed.calls.items():
