@@ -38,11 +38,12 @@ CALLS: dict[str, Callable[[], Tensor]] = {
 DRAWN = "weft.nn.random_draws"
 MUTANTS = {
     "rand": ("weft.nn.dropout_rng", "Randomness.uniform", "2.0**-53", "2.0**-52"),
-    "randn": (DRAWN, "Draws.normal", "-2.0 *", "-16.0 *"),
+    "randn": (DRAWN, "Draws.normal", "-2.0 *", "-5.0 *"),
     "randint": (DRAWN, "_whole_numbers", "+ low", "- low"),
     "randint_like": (DRAWN, "_whole_numbers", "(high - low)", "(high - low) * 1.2"),
     "normal": (DRAWN, "_normal", "mean + std * draws", "std + mean * draws"),
     "normal of tensors": (DRAWN, "_normal", "* std + mean", "+ mean"),
+    "rand_like": ("weft.nn.dropout_rng", "Randomness.uniform", "2.0**-53", "2.0**-53 * 0.9"),
     "bernoulli": (DRAWN, "_bernoulli", "uniform <", "uniform >"),
     "normal_": (DRAWN, "_normal_", "* std + mean", "* mean + std"),
     "log_normal_": (DRAWN, "_log_normal_", "* std + mean", "* mean + std"),

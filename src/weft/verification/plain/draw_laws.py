@@ -7,6 +7,7 @@ nothing of them. What dropout and a distribution are does: a mask keeps an eleme
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import log, sqrt
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 
 DEVIATIONS = 8.0  # of a mean, in standard deviations of it: chance alone takes 1e15 of them
 FEWEST = 100  # elements whose mean says something
-SURPRISE = 60.0  # -log of the probability that two masks are equal by chance
+SURPRISE = 36.0  # -log of the probability that chance breaks a law
+_LOG_OF_VALUES = log(2**8)  # of the fewest values that a number may have: those of bfloat16
 
 
 class DrawLaws:
@@ -47,19 +49,29 @@ class DrawLaws:
             self._once(keep, step, f"dropout {call}")
 
     def numbers(
-        self, values: Tensor, mean: float, deviation: float, step: int, call: str, repeats: bool
+        self, values: Tensor, below: Callable[[Tensor], Tensor], step: int, call: str
     ) -> None:
-        """Independent numbers of a distribution with this mean and standard deviation. `repeats`:
-        whether few values are possible, so that two tensors may be equal."""
+        """Independent numbers, of which the part `below(x)` is at most x: the greatest distance
+        between that and what is found decides (Kolmogorov 1933; bound of Massart 1990)."""
         n = values.numel()
-        found = float(values.double().mean()) if n else mean
-        if n >= FEWEST and abs(found - mean) > DEVIATIONS * deviation / sqrt(n):
-            self._break(f"{call} has the mean {found:.3g}, where {mean:.3g} is its distribution's")
-        spread = float(values.double().std()) if n >= FEWEST else deviation
-        if n >= FEWEST and not 0.5 * deviation <= spread <= 2.0 * deviation:
-            self._break(f"{call} has the standard deviation {spread:.3g}, not {deviation:.3g}")
-        if not repeats and n * -log(torch.finfo(values.dtype).eps) > SURPRISE:
+        places = below(values.detach().double().flatten().sort().values)
+        steps = torch.arange(n + 1, dtype=torch.float64, device=values.device) / max(1, n)
+        off = max((steps[1:] - places).max(), (places - steps[:-1]).max()) if n else 0.0
+        if n >= FEWEST and float(off) > sqrt(SURPRISE / (2 * n)):
+            self._break(f"{call} is off its distribution by {float(off):.2g}")
+        if n * _LOG_OF_VALUES > SURPRISE:
             self._once(values, step, call)
+
+    def whole_numbers(self, values: Tensor, mean: float, deviation: float, call: str) -> None:
+        """Independent numbers of few possible ones, with this mean and standard deviation."""
+        n = values.numel()
+        if n < FEWEST:
+            return
+        found, spread = float(values.double().mean()), float(values.double().std())
+        if abs(found - mean) > DEVIATIONS * deviation / sqrt(n):
+            self._break(f"{call} has the mean {found:.3g}, where {mean:.3g} is its distribution's")
+        if abs(spread - deviation) > 0.2 * deviation:
+            self._break(f"{call} has the standard deviation {spread:.3g}, not {deviation:.3g}")
 
     def _once(self, drawn: Tensor, step: int, call: str) -> None:
         key = drawn.shape, drawn.detach().contiguous().cpu().numpy().tobytes()

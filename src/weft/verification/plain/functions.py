@@ -30,9 +30,9 @@ from weft.nn import (
 from weft.parallel import checkpointed_dropout
 
 from .attention import attend, mask_of_documents
+from .distributions import distribution_of
 from .draw_laws import DrawLaws
 from .experts import choices_with_room, shares_of_choices
-from .moments import moments_of
 
 _DROPOUTS = {F.dropout, torch.dropout, F.alpha_dropout, *DROPOUTS_OF_CHANNELS}
 
@@ -211,11 +211,12 @@ class PlainFunctions(TorchFunctionMode):
             return self.randomness.uniform(shape, site, device, whole, next(part))
 
         found = DRAWS[func](Draws(uniform), *args, **kwargs)
-        known = moments_of(func, found, args, kwargs)
-        if known is not None:
-            values, mean, deviation, repeats = known
-            name = f"torch.{func.__name__} {self._name()}"
-            self.laws.numbers(values, mean, deviation, self.randomness.step, name, repeats)
+        name = f"torch.{func.__name__} {self._name()}"
+        match distribution_of(func, found, args, kwargs):
+            case values, below:
+                self.laws.numbers(values, below, self.randomness.step, name)
+            case values, mean, deviation:
+                self.laws.whole_numbers(values, mean, deviation, name)
         return found
 
     def _name(self) -> str:
