@@ -144,6 +144,57 @@ class Attention(nn.Module):
         return self.proj(out.transpose(1, 2).flatten(2))
 
 
+class FixedWidth(Attention):
+    """Its code holds the width of all heads."""
+
+    def __init__(self) -> None:
+        super().__init__("causal")
+        self.num_heads = 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, DIM // 4).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(out.transpose(1, 2).reshape(x.shape))
+
+
+class ReadsElement(Blocks):
+    """Reads an element of what it computes, before its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(FixedWidth)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        if (self.embedding(input_ids) > 100).any():
+            raise ValueError("the table is no table of small numbers")
+        return super().forward(input_ids)
+
+
+class OfTwo(nn.Module):
+    """Attention whose queries and keys are of one tensor, and values of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
+            nn.Linear(DIM, DIM) for _ in range(4)
+        )
+        self.num_heads = 4
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        projected = (self.q_proj(x), self.k_proj(x), self.v_proj(y))
+        q, k, v = (z.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for z in projected)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out_proj(out.transpose(1, 2).flatten(2))
+
+
+class OfTwoBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.narrow = OfTwo(), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(torch.tanh(self.narrow(x)), x)
+
+
 class OddNames(nn.Module):
     """A feed-forward outside of blocks, whose names tell nothing."""
 
