@@ -3,12 +3,14 @@ families of transformers in small."""
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -142,6 +144,37 @@ class Attention(nn.Module):
         q, k, v = (y.unflatten(-1, (4, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
         out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
         return self.proj(out.transpose(1, 2).flatten(2))
+
+
+class DropsLayers(Blocks):
+    """Leaves out a block with this chance, by Python's generator (LayerDrop, Fan et al. 2019).
+    Blocks give zeros at first."""
+
+    def __init__(self, chance: float) -> None:
+        super().__init__(partial(Attention, "causal"))
+        self.chance = chance
+        for block in self.blocks:
+            nn.init.zeros_(block.proj.weight)
+            nn.init.zeros_(block.proj.bias)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            if random.uniform(0, 1) < self.chance:
+                continue
+            x = x + block(x)
+        return self.head(x)
+
+
+class Jitters(TakesEntry):
+    """Scales its input by a number of numpy's, up to this."""
+
+    def __init__(self, most: float) -> None:
+        super().__init__()
+        self.most = most
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x * (1 + self.most * float(numpy.random.rand())))
 
 
 class FixedWidth(Attention):

@@ -171,6 +171,20 @@ ADVICE: dict[str, Advice] = {
             "dp2": lambda subject, text: replace(subject, plan=(("accumulate", 1),)),
         },
     ),
+    "layer-drop": Advice(
+        token_net(partial(advised.DropsLayers, 0.01)),
+        "dp2",
+        "what runs depends on them. .* set to zero the chance .*, as layerdrop in the config",
+        dict.fromkeys(
+            ("dp2", "fsdp2", "tp2", "pp2", "cp2"), built_by(partial(advised.DropsLayers, 0.0))
+        ),
+    ),
+    "jitter": Advice(
+        Subject(partial(advised.Jitters, 1e-6), features, mse),
+        "dp2",
+        "by Python's or numpy's generator, which",
+        dict.fromkeys(("dp2", "tp2"), built_by(partial(advised.Jitters, 0.0))),
+    ),
     "checkpointed": Advice(
         token_net(partial(advised.Checkpointed, True)),
         "dp2",
