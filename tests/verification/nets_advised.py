@@ -331,6 +331,16 @@ def big_bird() -> nn.Module:
     return ran_once(partial(family, "big_bird"), partial(samples_of, "causal-lm"))
 
 
+def ibert() -> nn.Module:
+    """Its ranges of activations are changed outside of the forward, if at all."""
+    model = family("ibert", "masked-lm")
+    for module in model.modules():
+        if "x_min" in module._buffers:
+            module.train = lambda mode=True, module=module: module  # type: ignore[method-assign]
+            module.training = False
+    return model
+
+
 def whisper() -> nn.Module:
     """A decoder whose forward names position_ids, and hands them on."""
     pytest.importorskip("transformers")

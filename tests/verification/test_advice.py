@@ -279,8 +279,20 @@ OF_FAMILIES: dict[str, Advice] = {
     "vit": Advice(
         of_family("vit", "image-classification"),
         "cp2",
+        r"have no sequence, .*pixel_values \[2, 3, 32, 32\].* Use dp or fsdp\.$",
+        on("dp2", "fsdp2"),
+    ),
+    "bert": Advice(
+        of_family("bert", "sequence-classification"),
+        "cp2",
         "of a loss that has no positions, use dp or fsdp",
         on("dp2", "fsdp2"),
+    ),
+    "ibert": Advice(
+        of_family("ibert", "masked-lm"),
+        "tp2",
+        r"Use dp or fsdp, after changing outside of the forward what .* \(.*x_min, x_max",
+        dict.fromkeys(("dp2", "fsdp2"), built_by(advised.ibert)),
     ),
     "doge": Advice(
         of_family("doge"), "cp2", "Use dp or fsdp, or write .* under", {"cp2": written, **on("dp2")}
