@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.nn.position_ids import PositionNumbers
+from weft.nn.position_ids import PositionNumbers, sequence_length
 
 
 def create_position_ids_from_input_ids(ids: Tensor, padding_idx: int) -> Tensor:
@@ -43,3 +44,21 @@ def test_numbers_are_the_models_own() -> None:
     assert torch.equal(PositionNumbers(nn.Sequential(Own()))(1, 3, here, ids), 2 * want)
     assert PositionNumbers(nn.Sequential(Other()))(1, 3, here, ids).tolist() == [[0, 1, 2]]
     assert PositionNumbers(Beside())(1, 3, here, None).tolist() == [[0, 1, 2]]
+
+
+IMAGE, IDS = torch.zeros(2, 3, 32, 32), torch.zeros(2, 12, dtype=torch.long)
+WAVE, FEATURES = torch.zeros(2, 1600), torch.zeros(2, 10, 8)
+
+
+@pytest.mark.parametrize(
+    ("batch", "length"),
+    [
+        ({"pixel_values": IMAGE, "input_ids": IDS}, 12),
+        ({"features": FEATURES, "input_ids": IDS}, 12),
+        ({"features": FEATURES, "pixel_values": IMAGE}, 10),
+        ({"wave": WAVE}, 1600),
+        ({"pixel_values": IMAGE, "labels": IDS[:, 0]}, 0),
+    ],
+)
+def test_length_is_that_of_tokens_else_of_features(batch: dict[str, Tensor], length: int) -> None:
+    assert sequence_length(tuple(batch), batch) == length

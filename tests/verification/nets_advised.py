@@ -3,12 +3,14 @@ families of transformers in small."""
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -144,6 +146,88 @@ class Attention(nn.Module):
         return self.proj(out.transpose(1, 2).flatten(2))
 
 
+class DropsLayers(Blocks):
+    """Leaves out a block with this chance, by Python's generator (LayerDrop, Fan et al. 2019).
+    Blocks give zeros at first."""
+
+    def __init__(self, chance: float) -> None:
+        super().__init__(partial(Attention, "causal"))
+        self.chance = chance
+        for block in self.blocks:
+            nn.init.zeros_(block.proj.weight)
+            nn.init.zeros_(block.proj.bias)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            if random.uniform(0, 1) < self.chance:
+                continue
+            x = x + block(x)
+        return self.head(x)
+
+
+class Jitters(TakesEntry):
+    """Scales its input by a number of numpy's, up to this."""
+
+    def __init__(self, most: float) -> None:
+        super().__init__()
+        self.most = most
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x * (1 + self.most * float(numpy.random.rand())))
+
+
+class FixedWidth(Attention):
+    """Its code holds the width of all heads."""
+
+    def __init__(self) -> None:
+        super().__init__("causal")
+        self.num_heads = 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, DIM // 4).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(out.transpose(1, 2).reshape(x.shape))
+
+
+class ReadsElement(Blocks):
+    """Reads an element of what it computes, before its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(FixedWidth)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        if (self.embedding(input_ids) > 100).any():
+            raise ValueError("the table is no table of small numbers")
+        return super().forward(input_ids)
+
+
+class OfTwo(nn.Module):
+    """Attention whose queries and keys are of one tensor, and values of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
+            nn.Linear(DIM, DIM) for _ in range(4)
+        )
+        self.num_heads = 4
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        projected = (self.q_proj(x), self.k_proj(x), self.v_proj(y))
+        q, k, v = (z.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for z in projected)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out_proj(out.transpose(1, 2).flatten(2))
+
+
+class OfTwoBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.narrow = OfTwo(), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(torch.tanh(self.narrow(x)), x)
+
+
 class OddNames(nn.Module):
     """A feed-forward outside of blocks, whose names tell nothing."""
 
@@ -264,6 +348,16 @@ def without_cache(name: str) -> nn.Module:
 
 def big_bird() -> nn.Module:
     return ran_once(partial(family, "big_bird"), partial(samples_of, "causal-lm"))
+
+
+def ibert() -> nn.Module:
+    """Its ranges of activations are changed outside of the forward, if at all."""
+    model = family("ibert", "masked-lm")
+    for module in model.modules():
+        if "x_min" in module._buffers:
+            module.train = lambda mode=True, module=module: module  # type: ignore[method-assign]
+            module.training = False
+    return model
 
 
 def whisper() -> nn.Module:

@@ -78,6 +78,12 @@ def written(subject: Subject, text: str) -> Subject:
     )
 
 
+def written_instead(subject: Subject, text: str) -> Subject:
+    """With the lines of [roles] that the refusal gives, and no others."""
+    plan = {key: value for key, value in subject.plan if key != "roles"}
+    return written(replace(subject, plan=tuple(plan.items())), text)
+
+
 def on(*layouts: str) -> dict[str, Follow]:
     return dict.fromkeys(layouts, as_it_is)
 
@@ -97,6 +103,10 @@ def token_net(build: Callable[[], nn.Module], **plan: Any) -> Subject:
 
 def by_mask(by: str) -> Callable[[], nn.Module]:
     return partial(advised.Blocks, partial(advised.Attention, by))
+
+
+def by_kind(kind: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return partial(advised.Blocks, kind)
 
 
 once = partial(advised.ran_once, data=features)
@@ -161,6 +171,20 @@ ADVICE: dict[str, Advice] = {
             "dp2": lambda subject, text: replace(subject, plan=(("accumulate", 1),)),
         },
     ),
+    "layer-drop": Advice(
+        token_net(partial(advised.DropsLayers, 0.01)),
+        "dp2",
+        "what runs depends on them. .* set to zero the chance .*, as layerdrop in the config",
+        dict.fromkeys(
+            ("dp2", "fsdp2", "tp2", "pp2", "cp2"), built_by(partial(advised.DropsLayers, 0.0))
+        ),
+    ),
+    "jitter": Advice(
+        Subject(partial(advised.Jitters, 1e-6), features, mse),
+        "dp2",
+        "by Python's or numpy's generator, which",
+        dict.fromkeys(("dp2", "tp2"), built_by(partial(advised.Jitters, 0.0))),
+    ),
     "checkpointed": Advice(
         token_net(partial(advised.Checkpointed, True)),
         "dp2",
@@ -181,10 +205,12 @@ ADVICE: dict[str, Advice] = {
     ),
     "hamiltonian": Advice(NET["hamiltonian"], "tp2", "Use dp or fsdp", on("dp2", "fsdp2")),
     "second-gradient": Advice(
-        token_net(advised.Conditioned),
+        token_net(
+            advised.Conditioned, roles={"blocks.*.mlp.up": "column", "blocks.*.mlp.down": "row"}
+        ),
         "tp2",
-        r'Write "blocks\.\*\.mlp" = "whole" under \[roles\], or use dp or fsdp',
-        {"tp2": written, **on("fsdp2")},
+        r'Write "blocks\.\*\.mlp" = "whole" under \[roles\], and no line .*, or use dp or fsdp',
+        {"tp2": written_instead, **on("fsdp2")},
     ),
     # pp
     "siamese": Advice(NET["siamese"], "pp2", "Use dp or fsdp", on("dp2", "fsdp2")),
@@ -253,8 +279,20 @@ OF_FAMILIES: dict[str, Advice] = {
     "vit": Advice(
         of_family("vit", "image-classification"),
         "cp2",
+        r"have no sequence, .*pixel_values \[2, 3, 32, 32\].* Use dp or fsdp\.$",
+        on("dp2", "fsdp2"),
+    ),
+    "bert": Advice(
+        of_family("bert", "sequence-classification"),
+        "cp2",
         "of a loss that has no positions, use dp or fsdp",
         on("dp2", "fsdp2"),
+    ),
+    "ibert": Advice(
+        of_family("ibert", "masked-lm"),
+        "tp2",
+        r"Use dp or fsdp, after changing outside of the forward what .* \(.*x_min, x_max",
+        dict.fromkeys(("dp2", "fsdp2"), built_by(advised.ibert)),
     ),
     "doge": Advice(
         of_family("doge"), "cp2", "Use dp or fsdp, or write .* under", {"cp2": written, **on("dp2")}
@@ -319,7 +357,33 @@ DIVIDED = {  # families that were refused by mistake, or with advice that could 
     "inkling_text": ("causal-lm", "ep2"),  # an expert for all tokens that takes more than them
     "longt5": ("seq2seq-lm", "tp2"),  # biases of positions have gradients; blocks before heads
     "ctrl": ("causal-lm", "pp2"),  # assigns a buffer anew
+    "mobilebert": ("masked-lm", "tp2"),  # its values are of another tensor than queries and keys
+    "led": ("seq2seq-lm", "tp2"),  # reads an element before an attention that does not run in part
 }
+
+
+LEFT_WHOLE: dict[str, tuple[Subject, str]] = {  # what tp leaves whole, or divides, without advice
+    "fixed-width": (token_net(by_kind(advised.FixedWidth)), "blocks.*.proj"),
+    "reads-element": (token_net(advised.ReadsElement), "blocks.*.proj"),
+    "second-gradient": (token_net(advised.Conditioned), "blocks.*.mlp.down"),
+    "of-two": (token_net(by_kind(advised.OfTwoBlock)), ""),
+}
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("name", LEFT_WHOLE)
+def test_one_module_is_no_reason_to_refuse(pool: Any, name: str) -> None:
+    subject, whole = LEFT_WHOLE[name]
+    found = result(pool, subject, "tp2")
+    assert found.passed, found
+    plan = subject.case().lay(seeded(subject.build), "tp2")
+    cut = {p.name for step in plan.steps for p in step.params if p.cut is not None}
+    assert "head.weight" in cut
+    if whole:
+        assert any("left whole" in note for note in plan.notes)
+        assert whole.replace("*", "0") + ".weight" not in cut
+    else:
+        assert "blocks.1.attention.out_proj.weight" in cut
 
 
 @pytest.mark.grid

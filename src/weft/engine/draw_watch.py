@@ -1,17 +1,22 @@
-"""Finds out whether a forward draws random numbers that weft does not control."""
+"""Finds out whether a forward draws random numbers that weft does not control, and whether these
+change what runs: a model may draw for each layer whether it is left out, with a chance of zero."""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from weft._torch.trees import tree_leaves
 from weft.core import UnsupportedModel
 from weft.pipeline import PlaceholderTensor
+
+LEAST, MOST = 0, 2**32 - 1  # what Mersenne Twister gives
+_EXTREME = 512  # of its 624 numbers; then others come, so that who waits for one gets it
 
 
 class DrawWatch:
@@ -29,9 +34,14 @@ class DrawWatch:
         self._python: list[Any] = []
         self._buffers: list[tuple[Tensor, Tensor]] = []
 
-    def begin(self, seed: int) -> None:
-        """A forward begins. `seed`: the same on all ranks, so that one that branches on what it
-        draws takes the same way on all of them, and gets to its end."""
+    def begin(self, seed: int, number: int | None = None) -> None:
+        """A forward begins.
+
+        Args:
+            seed: the same on all ranks, so that one that branches on what it draws takes the same
+                way on all of them, and gets to its end.
+            number: what Python's and numpy's generators give at first, LEAST or MOST.
+        """
         for generator in self._generators:
             generator.manual_seed(seed)
         self._states = [generator.get_state() for generator in self._generators]
@@ -39,6 +49,8 @@ class DrawWatch:
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed % 2**32)
+        if number is not None:
+            _give_at_first(number)
         self._python = [outside, _python_states()]
         held = (b for b in self._model.buffers() if not isinstance(b, PlaceholderTensor))
         self._buffers = [(buffer, buffer.clone()) for buffer in held]
@@ -54,14 +66,33 @@ class DrawWatch:
         drew = any(not torch.equal(state, each.get_state()) for state, each in states)
         return drew, repr(now) != repr(begun)
 
+    def changes(self, forward: Callable[[], Any], seed: int) -> bool:
+        """Whether what `forward` gives, or what backward would go through, depends on numbers by
+        Python or numpy. Buffers then are as the forward that has ended left them."""
+        left = [(buffer, buffer.clone()) for buffer, _ in self._buffers]
+        found = []
+        for number in (LEAST, MOST):
+            self.undo()
+            self.begin(seed, number)
+            tensors = tree_leaves(forward(), Tensor)
+            found.append(([*_graph(tensors)], [t.detach() for t in tensors]))
+            self.end()
+        _put_back(left)
+        (path, least), (other, most) = found
+        return path != other or not all(map(torch.equal, least, most))
+
     def undo(self) -> None:
         """All is as it was before the forward."""
         for state, generator in zip(self._states, self._generators, strict=True):
             generator.set_state(state)
-        with torch.no_grad():
-            for buffer, before in self._buffers:
-                buffer.copy_(before)
-        self._buffers = []
+        _put_back(self._buffers)
+
+
+def _put_back(buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Of tensors with what they held: a backward may still read those that are as they were."""
+    for buffer, held in buffers:
+        if not torch.equal(buffer, held):
+            buffer.data.copy_(held)
 
 
 def _python_states() -> list[Any]:
@@ -72,17 +103,56 @@ def _python_states() -> list[Any]:
     return states
 
 
+def _give_at_first(number: int) -> None:
+    """Make Python's and numpy's generator give a number, time and again."""
+    version, held, gauss = random.getstate()
+    word = _untempered(number)
+    words = (word,) * _EXTREME + held[_EXTREME:-1]
+    random.setstate((version, (*words, 0), gauss))
+    if "numpy" in sys.modules:
+        numpy = sys.modules["numpy"]
+        numpy.random.set_state(("MT19937", numpy.array(words, dtype=numpy.uint32), 0))
+
+
+def _untempered(number: int) -> int:
+    """The word of Mersenne Twister's state that gives a number (Matsumoto and Nishimura 1998): each
+    of its four steps is undone by repeating it, as it is right in more bits each time."""
+    steps: tuple[Callable[[int], int], ...] = (
+        lambda x: x >> 18,
+        lambda x: x << 15 & 0xEFC60000,
+        lambda x: x << 7 & 0x9D2C5680,
+        lambda x: x >> 11,
+    )
+    for step in steps:
+        after = number
+        for _ in range(5):
+            number = after ^ step(number)
+    return number
+
+
+def _graph(tensors: Sequence[Tensor]) -> Iterator[str]:
+    """What backward from these tensors goes through."""
+    seen, left = set[Any](), [t.grad_fn for t in tensors]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node.name()
+            left += [before for before, _ in node.next_functions]
+
+
 def undrawable(layout: object, by_torch: bool) -> UnsupportedModel:
     """The error for a forward that draws past what weft overrides."""
-    how, seeds = "by Python's or numpy's generator, which", ""
+    how, rest = "by Python's or numpy's generator, which", ", and what runs depends on them"
+    zero = "; or set to zero the chance that they are drawn for, as layerdrop in the configuration"
     if by_torch:
-        how, seeds = "by a function of torch that", ", or seeds torch's generator"
+        how, rest, zero = "by a function of torch that", ", or seeds torch's generator", ""
     return UnsupportedModel(
         "layout",
         str(layout),
         f"the model's forward draws random numbers {how} weft does not make the same on every"
-        f" layout{seeds}",
+        f" layout{rest}",
         "draw by torch.rand, randn, randint, bernoulli, normal or their in-place forms, and drop"
         " out by nn.Dropout: between layers, not by the dropout of nn.LSTM or nn.GRU; leave seeds"
-        " to weft",
+        f" to weft{zero}",
     )

@@ -1,15 +1,31 @@
-"""How a model numbers the positions of its tokens where it is not told."""
+"""How many positions a batch has, and how a model numbers them where it is not told."""
 
 from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 _NUMBERING = "create_position_ids_from_input_ids"  # transformers' name (RoBERTa and its like)
+
+
+def sequence_length(names: Iterable[str], batch: Mapping[str, Tensor]) -> int:
+    """Positions of a sequence: dim 1 of the first entry of tokens [samples, positions]; without
+    one, of the first [samples, positions] or [samples, positions, features]. 0: there is none, as
+    of images, whose dim 1 counts channels.
+
+    Args:
+        names: of entries, those that come first.
+        batch: a batch of samples.
+    """
+    entries = [batch[key] for key in dict.fromkeys((*names, *batch)) if key in batch]
+    sequences = [t for t in entries if t.ndim in (2, 3)]
+    tokens = [t for t in sequences if t.ndim == 2 and not t.is_floating_point()]
+    return next((t.shape[1] for t in (*tokens, *sequences)), 0)
 
 
 class PositionNumbers:

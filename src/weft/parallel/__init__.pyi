@@ -56,6 +56,7 @@ from .predict_comms import (
     predict_collectives as predict_collectives,
 )
 from .predict_grad_comms import chosen_weights as chosen_weights
+from .sequence_checks import no_sequence as no_sequence
 from .strategies import (
     allowed_options as allowed_options,
     axis_table as axis_table,

@@ -245,7 +245,8 @@ def _entry(
     assert step.input is not None
     every, cross = step.input.every, _crossing(step, step.input, True, mesh)
     glob = glob_of_blocks(plan.blocks, step.module)
-    whole = f'write "{glob}" = "whole" under [roles], or use dp or fsdp'
+    whole = f'write "{glob}" = "whole" under [roles], and no line of what is inside'
+    whole += ", or use dp or fsdp"
 
     def enter(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if step.activation_sharding is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
 
 from weft.core import (
     Layout,
@@ -16,6 +18,7 @@ from weft.nn import (
     check_padding,
     is_positionwise,
     named_inputs,
+    sequence_length,
 )
 
 from .axes import (
@@ -45,6 +48,10 @@ def check_shared_sequence(
         raise UnsupportedModel("layout", str(layout), problem, fix)
 
     axis = layout.active_axes(*SEQUENCE_AXES)[0]
+    names = inputs if inputs is not None else named_inputs(model)
+    length = sequence_length(names, sample)
+    if sample and not length:
+        raise no_sequence(layout, sample)
     if loss is not None and not is_positionwise(loss):
         refuse(
             f"the loss is not known to be a sum over positions, and {axis} parts them",
@@ -76,10 +83,6 @@ def check_shared_sequence(
         refuse(problem, f"use tp without sequence, {fix}")
     parts = layout.size(*SEQUENCE_AXES)
     parts *= 1 if [*methods] == ["ulysses"] else 2  # from both ends
-    names = inputs if inputs is not None else named_inputs(model)
-    length = next(
-        (sample[k].shape[1] for k in (*names, *sample) if k in sample and sample[k].ndim > 1), parts
-    )
     if "attention_mask" in names and "attention_mask" in sample:
         check_padding(sample["attention_mask"])
     if length % parts:
@@ -97,3 +100,10 @@ def check_shared_sequence(
                 f" {size} ranks",
                 "use cp, whose keys travel, or a size that divides them",
             )
+
+
+def no_sequence(layout: Layout, batch: Mapping[str, Tensor]) -> UnsupportedModel:
+    """The error for a batch that has no positions to divide."""
+    entries = ", ".join(f"{key} {list(value.shape)}" for key, value in batch.items())
+    problem = "samples have no sequence, [samples, positions] or [samples, positions, features]:"
+    return UnsupportedModel("layout", str(layout), f"{problem} {entries}", "use dp or fsdp")

@@ -75,7 +75,7 @@ class CommMetrics:
         self._seen = self._asked()
         tokens = self._engine.dispatch
         before = tokens.came_bytes
-        with Audit(self._engine.mesh) as audit:
+        with Audit(self._engine.mesh, self._engine.now) as audit:
             yield
         layout = self._engine.global_plan.layout
         found: dict[str, float] = {}

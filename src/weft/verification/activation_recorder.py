@@ -126,7 +126,7 @@ def record_activations(
             if at := called_at.get(name):  # its graph may be the one that backward follows
                 watch(name, at.pop(), needs, args, kwargs, output)
             return
-        if now()[0] == "ahead":
+        if now()[0] in ("ahead", "trial"):
             return  # runs again
         if out.is_leaf and out.requires_grad:
             return  # received from another stage, which records it
@@ -207,7 +207,7 @@ def record_activations(
         trace.inside.append(name)
         if in_backward():
             trace.called_again[name] += 1
-        elif now()[0] != "ahead":
+        elif now()[0] not in ("ahead", "trial"):
             trace.calls[name] += 1
 
     def leave() -> None:

@@ -173,7 +173,7 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
         if step == 0:
             with (
                 case.mode(),
-                Audit(engine.mesh) as audit,
+                Audit(engine.mesh, engine.now) as audit,
                 record_activations(engine.model, plan.microbatch, engine.now) as trace,
                 compiled.paused() if compiled is not None else nullcontext(),
                 refuse_what_does_not_run(engine.model, plan),
@@ -182,7 +182,7 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
             seen = audit.seen if isinstance(engine, Engine) else []
             found += first_activation(engine, trace, reference.traces, case.bounds.activation)
         else:
-            with case.mode(), Audit(engine.mesh) as audit:
+            with case.mode(), Audit(engine.mesh, engine.now) as audit:
                 result = engine.step(batch)
             compiled_seen = audit.seen
         errors["loss"][f"loss of step {step}"] = error = error_ratio(

@@ -30,9 +30,10 @@ from weft.nn import (
     documents_of,
     model_arguments,
     named_inputs,
+    sequence_length,
     window_rule,
 )
-from weft.parallel import Crossing, Mesh, all_gather
+from weft.parallel import Crossing, Mesh, all_gather, no_sequence
 
 from ..microbatch import Batch, MicroBatch, SequenceInfo
 from .ring_attention import KeyBlocks, Span, attend_blocks
@@ -74,15 +75,10 @@ class ContextParallel:
     # ---- the batch -------------------------------------------------------------------------------
 
     def length(self, batch: Batch) -> int:
-        """Positions of a sequence: dim 1 of the first input that has one."""
-        found = next(
-            (batch[k].shape[1] for k in (*self.inputs, *batch) if k in batch and batch[k].ndim > 1),
-            0,
-        )
+        """Positions of a sequence."""
+        found = sequence_length(self.inputs, batch)
         if not found:
-            raise UnsupportedModel(
-                "layout", str(self.layout), "no entry of the batch has a sequence", "use dp or fsdp"
-            )
+            raise no_sequence(self.layout, batch)
         return found
 
     def cut(self, batch: Batch) -> MicroBatch:

@@ -138,6 +138,7 @@ class TrainingCompute:
     state: StateWatch = field(init=False)
     action: Action | None = None  # what runs
     ahead: bool = False  # whether forwards run for their outputs alone
+    trying: bool = False  # whether they run to be compared, and count for nothing
     _whole: WholeBatchLoss | None = None
 
     def __post_init__(self) -> None:
@@ -228,10 +229,11 @@ class TrainingCompute:
     ) -> tuple[dict[int, Tensor], tuple[Tensor, Tensor, Any] | None]:
         """A forward of the first step. One that draws without `functions` runs again with them."""
         seed, layout = mix_key(self.randomness.seed, self.step), self.stages.plan.layout
+        forward = partial(self._forward, stage, microbatch, received)
         while True:
             self._watch.begin(seed)
             try:
-                found = self._forward(stage, microbatch, received)
+                found = forward()
             except UnsupportedModel:
                 self.state.refuse_new()  # what follows from it is no reason
                 raise
@@ -243,8 +245,21 @@ class TrainingCompute:
                 continue
             if (by_torch or by_python) and layout.active_axes():
                 self.state.refuse_new()
-                raise undrawable(layout, by_torch)
+                if by_torch or self._whole is not None or self._branches(microbatch, forward, seed):
+                    raise undrawable(layout, by_torch)
             return found
+
+    def _branches(self, microbatch: int, forward: Callable[[], Any], seed: int) -> bool:
+        """Whether what a forward computes depends on numbers by Python or numpy."""
+
+        def again() -> Any:
+            self.randomness.begin(self.step, self._samples[microbatch])
+            return forward()
+
+        self.trying = True
+        found = self._watch.changes(again, seed)
+        self.trying = False
+        return found
 
     def _forward(
         self, stage: int, microbatch: int, received: dict[int, Tensor]
@@ -263,11 +278,12 @@ class TrainingCompute:
             return values, (*weighed_loss(self.loss, output, micro.batch), None)
 
     def now(self) -> tuple[str, int]:
-        """The kind of the action that runs, or "ahead" for the first of two forwards, and its
-        microbatch."""
+        """The kind of the action that runs, and its microbatch: or "ahead" for the first of two
+        forwards, "trial" for one that counts for nothing."""
         if self.action is None:
             return "", 0
-        return "ahead" if self.ahead else self.action.kind, self.action.microbatch
+        kind = "trial" if self.trying else "ahead" if self.ahead else self.action.kind
+        return kind, self.action.microbatch
 
     def before(self, action: Action) -> None:
         self.action = action

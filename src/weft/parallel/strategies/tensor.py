@@ -7,6 +7,8 @@ reduce-scatter, and an all-gather stands at the next one's start.
 
 from __future__ import annotations
 
+import dis
+import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -65,7 +67,7 @@ def steps(request: StepsRequest) -> Iterator[Step]:
             + (_SEEN if roles.all_seen else "")
             + (f" ({'; '.join(_once(roles.notes))})" if roles.notes else "")
             + ("" if some else ", whose weights are in no nn.Linear and no nn.Embedding"),
-            "use dp or fsdp"
+            _instead(model)
             + (
                 _TO_DECLARE
                 if sum(map(is_linear, model.modules())) > 1 and not roles.all_seen
@@ -84,6 +86,23 @@ def steps(request: StepsRequest) -> Iterator[Step]:
         in_stack = any(experts.module.startswith(block + ".") for block in blocks)
         yield from _expert_steps(experts, size, layout, Shard(0) if sequence and in_stack else COPY)
     yield from vocabulary_steps(request, AXIS, "tensor")
+
+
+def _instead(model: nn.Module) -> str:
+    """What to do where tp cuts nothing."""
+    assigned = ", ".join(dict.fromkeys(_assigned_buffers(model)))
+    fix = f", after changing outside of the forward what it assigns to buffers ({assigned})"
+    return f"use dp or fsdp{fix if assigned else ''}"
+
+
+def _assigned_buffers(model: nn.Module) -> Iterator[str]:
+    """Names, in their modules, of buffers that the forward may assign: ranks with other samples
+    assign other values."""
+    for module in model.modules():
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if code is not None and module._buffers:
+            stored = {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_ATTR"}
+            yield from (key for key in module._buffers if key in stored)
 
 
 def _once(notes: Iterable[str]) -> list[str]:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weft._torch.tensors import fake_mode
 from weft.nn import (
@@ -28,9 +28,10 @@ from ..plan_request import PlanRequest
 from ..without_elements import copy_without_elements
 from .chain_builder import ChainBuilder
 from .feature_marks import FeatureTrace
-from .followed_forward import follow
+from .followed_forward import Followed, follow, within
 
 PASSES = 12  # forwards of the model, at most
+_SEVERAL = "more than one tensor that needs a gradient enters"
 BOTTLENECK = 4  # times narrower than what it reads and makes, linears are left whole
 
 
@@ -41,7 +42,10 @@ def traced_roles(request: PlanRequest, roles: Roles) -> Roles:
     if size == 1 or request.sample is None:
         return roles
     misread = misread_chains(request, roles, size)
-    roles = replace(roles, chains=tuple(c for c in roles.chains if c not in misread))
+    left = {chain_module(c): misread[c.row] for c in roles.chains if misread.get(c.row)}
+    kept = (c for c in roles.chains if not misread.get(c.row))
+    corrected = (replace(c, entry=None) if c.row in misread else c for c in kept)
+    roles = replace(roles, chains=tuple(corrected))
     chains, all_seen = traced_chains(request, roles, size)
     cut = {name for chain in chains for name in (*chain.columns, chain.row)}
     kinds = {type(request.model.get_submodule(chain_module(c))).__name__ for c in chains}
@@ -54,29 +58,58 @@ def traced_roles(request: PlanRequest, roles: Roles) -> Roles:
     ]
     if chains:
         notes.append(f"{len(chains)} chains of linears are found along the forward")
-    for module in dict.fromkeys(chain_module(c) for c in misread if c.row not in cut):
-        notes.append(f"{module}: its heads are not where the names of its linears say: left whole")
+    found = {chain_module(chain) for chain in chains}
+    notes += [f"{module}: {why}: left whole" for module, why in left.items() if module not in found]
     return replace(roles, chains=(*roles.chains, *chains), notes=tuple(notes), all_seen=all_seen)
 
 
-def misread_chains(request: PlanRequest, roles: Roles, size: int) -> list[Chain]:
-    """The chains, found by names and shapes, whose ranks would part features that meet in the
-    forward, as heads that lie otherwise in a fused projection."""
+def misread_chains(request: PlanRequest, roles: Roles, size: int) -> dict[str, str]:
+    """Row -> why its chain, found by names and shapes, cannot be divided: the forward shows it.
+    "": it can, if ranks part at each of its columns, and not where its module begins."""
     model = request.model
     copies = _alike(model, roles.blocks)
     guessed = [c for c in roles.chains if not _declared(c.row, request.roles or {})]
     linears = {n for c in guessed for n in (*c.columns, c.row) if not _within_any(n, copies)}
     if not linears:
-        return []
+        return {}
     mode = fake_mode()
     whole = copy_without_elements(model, mode)
     arguments = request.arguments()
     norms = _norms(model)
-    trace = follow(whole, arguments, mode, linears, set(), roles.blocks, norms).trace
-    rows = {c.row for c in guessed if c.row in trace.rows and _parts_classes(c, trace, size)}
+    followed = follow(whole, arguments, mode, linears, set(), roles.blocks, norms)
+    found: dict[str, str] = {}
+    for chain in (c for c in guessed if c.row in followed.trace.rows):
+        if _parts_classes(chain, followed.trace, size):
+            found[chain.row] = "its heads are not where the names of its linears say"
+        elif _takes_several(chain, followed):
+            found[chain.row] = "" if _meets_nothing_else(chain, followed.trace) else _SEVERAL
     for block, first in copies.items():
-        rows |= {block + row.removeprefix(first) for row in rows if row.startswith(f"{first}.")}
-    return [c for c in guessed if c.row in rows]
+        alike = {row: why for row, why in found.items() if row.startswith(f"{first}.")}
+        found |= {block + row.removeprefix(first): why for row, why in alike.items()}
+    rows = {c.row for c in guessed}
+    return {row: why for row, why in found.items() if row in rows}
+
+
+def _takes_several(chain: Chain, followed: Followed) -> bool:
+    """Whether more than one tensor with a gradient enters the module where a chain begins."""
+    call = followed.calls.get(chain.entry) if chain.entry and not chain.by_entry else None
+    return call is not None and len({id(t) for t in call.active}) > 1
+
+
+def _meets_nothing_else(chain: Chain, trace: FeatureTrace) -> bool:
+    """Whether what the columns of a chain make meets no tensor with a gradient but parameters of
+    their module, and meets all that are inside of the chain: none stands before a column."""
+    made = [trace.classes.of_column(n, 0) for n in chain.columns if n in trace.classes.columns]
+    labels = trace.classes.classes(torch.cat(made))
+
+    def meets(found: Tensor) -> bool:
+        return bool(torch.isin(trace.classes.classes(found), labels).any())
+
+    used = {name: torch.cat(met) for name, met in trace.inner.items()} | trace.parts
+    params = {name for name, met in used.items() if name not in trace.given and meets(met)}
+    outside = any(not within(name, chain.entry or "") for name in params)
+    beside = any(met.mark.active and meets(met.labels) for met in trace.meetings)
+    return not (outside or beside) and {*chain.inner} <= params
 
 
 def _parts_classes(chain: Chain, trace: FeatureTrace, size: int) -> bool:
