@@ -534,6 +534,6 @@ def test_a_run_file_of_weft_alone_needs_no_code(
     for name in (NO_CODE, "PYTHONSAFEPATH"):
         monkeypatch.setenv(name, "")
     (tmp_path / "run.toml").write_text(TINY)
-    given = [str(tmp_path / "run.toml"), "--no-code", "--cluster", "h100x2"]
+    given = [str(tmp_path / "run.toml"), "--no-code", "--cluster", "h100x1"]
     result = CliRunner().invoke(app, ["simulate", *given])
     assert result.exit_code == 0, result.output
