@@ -21,6 +21,7 @@ import weft.launch.local_workers
 import weft.verification.verify_model
 from tests.run_files import TINY
 from weft.cli.app import app
+from weft.core.errors import NO_CODE
 
 MINE = """
 import os, signal, time
@@ -491,3 +492,48 @@ def test_the_old_name_of_an_option_names_the_new_one() -> None:
     result = weft_("plan", "small.toml", "--wide")
     assert result.exit_code == 2
     assert "is now called --exhaustive" in result.stderr
+
+
+# ---- run files of others -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["train", "verify", "plan", "simulate"])
+@pytest.mark.parametrize(
+    ("key", "value", "field"),
+    [
+        ("model.build", "touched:model", "model.build"),
+        ("model.build", "weft.train.build:os.system", "model.build"),
+        ("data.build", "touched:rows", "data.build"),
+        ("train.loss", "touched:loss", "train.loss"),
+        ("optimizer.name", "touched:Optimizer", "optimizer.name"),
+        ("pipeline.schedule", "touched:schedule", "pipeline.schedule"),
+    ],
+)
+def test_a_run_file_of_others_runs_no_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, key: str, value: str, field: str
+) -> None:
+    """Nor is a module beside it imported."""
+    for name in (NO_CODE, "PYTHONSAFEPATH"):
+        monkeypatch.setenv(name, "")  # and is put back
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "touched.py").write_text("open('touched', 'w').close()")
+    (tmp_path / "run.toml").write_text(TINY)
+    more = ["--cluster", "h100x2"] if command in ("plan", "simulate") else []
+    layout = ["--layout", "pp2" if field == "pipeline.schedule" else "dp2"]
+    given = ["--set", f"{key}={value}", *layout, *more]
+    result = CliRunner().invoke(app, [command, "run.toml", "--no-code", *given])
+    said = " ".join(result.output.split())
+    assert result.exit_code == 2, said
+    assert f"{field} = '{value}': is code of the run file's own, which --no-code" in said
+    assert not (tmp_path / "touched").exists() and str(tmp_path) not in sys.path
+
+
+def test_a_run_file_of_weft_alone_needs_no_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (NO_CODE, "PYTHONSAFEPATH"):
+        monkeypatch.setenv(name, "")
+    (tmp_path / "run.toml").write_text(TINY)
+    given = [str(tmp_path / "run.toml"), "--no-code", "--cluster", "h100x1"]
+    result = CliRunner().invoke(app, ["simulate", *given])
+    assert result.exit_code == 0, result.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from weft.core import ConfigError, Refusal, WeftError, check_renamed
+from weft.core import NO_CODE, ConfigError, Refusal, WeftError, check_renamed
 from weft.launch import launched_rank, note_error
 
 if TYPE_CHECKING:  # pydantic and torch are imported when a command runs: --help is to be fast
@@ -34,6 +35,14 @@ Output = Annotated[
     str | None, typer.Option(metavar="DIR", help="The run folder. Default: the run file's output.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+NoCode = Annotated[
+    bool,
+    typer.Option(
+        "--no-code",
+        envvar=NO_CODE,
+        help="Refuse a run file that names code of others than weft, before it is imported.",
+    ),
+]
 Era = Annotated[
     str | None,
     typer.Option(help="The software whose speed is assumed: an era of the hardware file."),
@@ -73,11 +82,16 @@ def load(
     layout: str | None = None,
     output: str | None = None,
     further: Mapping[str, str] | None = None,
+    no_code: bool = False,
 ) -> RunConfig:
     """Read the run file, with the keys that the command line overrides: `settings`, and after them
-    those of other options. `further`: key -> TOML value. Raises Refusal."""
+    those of other options. `further`: key -> TOML value; `no_code`: for this process and those
+    that it starts. Raises Refusal."""
     from weft.core import load_run
 
+    if no_code:
+        # nor may a file of the current directory stand in for a module that Python imports
+        os.environ.update({NO_CODE: "1", "PYTHONSAFEPATH": "1"})
     overrides = key_values(settings, "train.steps=20") | dict(further or {})
     for key, text in (("layout.axes", layout), ("output", output)):
         if text is not None:

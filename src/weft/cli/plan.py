@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .options import AsJson, Era, RunFile, Settings, exit_codes, load
+from .options import AsJson, Era, NoCode, RunFile, Settings, exit_codes, load
 
 
 def plan(
@@ -56,11 +56,12 @@ def plan(
         typer.Option(metavar="FILE", help="Write a run file with the best layout."),
     ] = None,
     settings: Settings = None,
+    no_code: NoCode = False,
 ) -> None:
     """Find the fastest layouts of RUN.toml that fit on a cluster, and say why others are slower or
     do not fit."""
     with exit_codes():
-        run = load(path, settings)
+        run = load(path, settings, no_code=no_code)
 
         from weft.planner import (
             explain_json,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Era, LayoutOption, RunFile, Settings, exit_codes, load
+from .options import Era, LayoutOption, NoCode, RunFile, Settings, exit_codes, load
 
 
 def simulate(
@@ -85,11 +85,12 @@ def simulate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
     settings: Settings = None,
+    no_code: NoCode = False,
 ) -> None:
     """Simulate a step of RUN.toml on a cluster with slow devices, failures, replicas that wait for
     each other or do not, or more devices."""
     with exit_codes():
-        run = load(path, settings, layout)
+        run = load(path, settings, layout, no_code=no_code)
 
         from weft.planner import (
             SimulateRequest,

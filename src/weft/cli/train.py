@@ -10,7 +10,16 @@ import typer
 from weft.core import STOPPED, ConfigError
 from weft.launch import Rendezvous, launched_rank, parse_nodes
 
-from .options import LayoutOption, Output, RunFile, Settings, exit_codes, load, repeated_options
+from .options import (
+    LayoutOption,
+    NoCode,
+    Output,
+    RunFile,
+    Settings,
+    exit_codes,
+    load,
+    repeated_options,
+)
 
 
 def train(
@@ -27,6 +36,7 @@ def train(
         ),
     ] = None,
     settings: Settings = None,
+    no_code: NoCode = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the run folder's latest checkpoint.")
     ] = False,
@@ -62,7 +72,7 @@ def train(
 ) -> None:
     """Train the model of RUN.toml, with one process for each rank of its layout."""
     with exit_codes():
-        run = load(path, settings, layout, output)
+        run = load(path, settings, layout, output, no_code=no_code)
         if (nodes is None) != (rdzv is None):
             given, value = ("--nodes", nodes) if rdzv is None else ("--rdzv", rdzv)
             lacks = (

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .options import AsJson, RunFile, Settings, exit_codes, load
+from .options import AsJson, NoCode, RunFile, Settings, exit_codes, load
 
 
 def verify(
@@ -30,13 +30,14 @@ def verify(
         int | None, typer.Option(min=1, help="Verify every layout of this many ranks.")
     ] = None,
     settings: Settings = None,
+    no_code: NoCode = False,
 ) -> None:
     """Verify that loss, gradients and weights equal those of one device, and that the collectives
     are the predicted ones."""
     with exit_codes():
         # checked as it is verified: what else is set may need that
         low = {"precision.compute": '"bf16"'} if precision in ("bf16", "float8") else {}
-        run = load(path, settings, further=low)
+        run = load(path, settings, further=low, no_code=no_code)
 
         from weft.core import Refusal
         from weft.train import check_run

@@ -27,6 +27,7 @@ from .compile_options import (
 from .data_order import data_rank_indices as data_rank_indices, zigzag_spans as zigzag_spans
 from .dropped_shapes import DroppedShapes as DroppedShapes
 from .errors import (
+    NO_CODE as NO_CODE,
     STOPPED as STOPPED,
     CheckpointError as CheckpointError,
     ConfigError as ConfigError,

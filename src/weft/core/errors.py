@@ -26,6 +26,9 @@ MANY = 100  # words that nobody reads
 # sysexits.h's EX_TEMPFAIL: try again later, which a job's script may take as a reason to requeue
 STOPPED = 75
 
+# The variable under which a run file that names code of others than weft is refused.
+NO_CODE = "WEFT_NO_CODE"
+
 
 class WeftError(Exception):
     """Base of all errors raised by weft."""

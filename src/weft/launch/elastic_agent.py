@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -49,9 +50,11 @@ from weft._torch.elastic import HookedAgent
 from weft.core import STOPPED, ConfigError, WeftError
 
 from .environment import AGENT
+from .gate import LOOPBACK, Passage, TokenGate, run_token
 from .log import log_line
-from .rendezvous import Rendezvous, interface_of
+from .rendezvous import Rendezvous, listen_at
 from .signals import STOP
+from .stores import join_hosts_store, keep_for_hosts, keep_store
 
 COME_S = 600.0  # for the least number of hosts to come
 NAMED_S = 60.0  # for the name of the one where they meet to stand for an address
@@ -116,12 +119,10 @@ def run_host(
             logging.getLogger(logger).setLevel(logging.CRITICAL)  # each has a level of its own
     meeting = hosts.meeting
     address = _own_address(meeting)
-    found = interface_of(address)
-    if found is not None:
-        os.environ.setdefault(
-            "GLOO_SOCKET_IFNAME", found
-        )  # else gloo takes what the host's name resolves to
-    # a store of its own for each start: in the agents' the addresses of ranks that died would stay
+    token = "" if meeting.file else run_token(address)
+    listen_at(address)
+    # the agents keep a store for each start: in their own the addresses of ranks that died would
+    # stay
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(
         each.name for each in (*STOP, signal.SIGINT, signal.SIGHUP)
@@ -133,7 +134,7 @@ def run_host(
     most = f" to {hosts.most}" if hosts.elastic else ""
     log_line(f"at {address}, waiting for {hosts.least}{most} hosts to meet at {meeting}")
     try:
-        store = _answering(meeting)
+        store = _store(meeting, address, token)
         handler = DynamicRendezvousHandler.from_backend(
             name,
             store,
@@ -156,13 +157,15 @@ def run_host(
             local_addr=address,
         )
         common = dist.PrefixStore(name, store)
+        if meeting.file:  # who can read it may take part
+            token = common.compare_set("weft/token", "", secrets.token_hex()).decode()
         if common.compare_set("weft/digest", "", digest) != digest.encode():
             problem = "a run of this name and with other settings meets there"
             fix = "start the same command with the same file on all hosts, or name another place"
             raise ConfigError("--rdzv", str(meeting), problem, fix)
         if not common.check(["weft/begun"]):
             begin()
-        agent = ElasticAgent(spec, DefaultLogsSpecs(log_dir=logs), hosts, common)
+        agent = ElasticAgent(spec, DefaultLogsSpecs(log_dir=logs), hosts, common, token)
         result = agent.run()
         if result is None:  # it was one more than the most, and not needed
             return False
@@ -224,57 +227,27 @@ def _own_address(meeting: Rendezvous) -> str:
             time.sleep(BEAT_S)
 
 
-def _answering(meeting: Rendezvous) -> dist.Store:
-    """The store where hosts meet. Raises WeftError if what answers there is none: the connection
-    would never end."""
-    found: list[dist.Store | BaseException] = []
-
-    def connect() -> None:
-        try:
-            found.append(_store(meeting))
-        except BaseException as error:
-            found.append(error)
-
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(COME_S + CUT_OFF_S)
-    if not found:
-        raise WeftError(
-            f"what answers at {meeting} is no store: give --rdzv a port that nothing else uses"
-        )
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    return found[0]
-
-
-def _store(meeting: Rendezvous) -> dist.Store:
+def _store(meeting: Rendezvous, address: str, token: str) -> dist.Store:
     """That of the hosts; kept by this process if they meet here, and no other process does so
-    already."""
+    already. Raises WeftError."""
     if meeting.file:
         file = Path(meeting.file)
         with suppress(FileNotFoundError):  # hosts that are there write to it every ALIVE_S seconds
             if time.time() - file.stat().st_mtime > LEFT_S:
                 log_line(f"{meeting} was left by an earlier run: begun anew")
                 file.unlink()
+        os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))  # the run's token is in it
         return dist.FileStore(meeting.file)
-    for keeps in (True, False) if meeting.here() else (False,):
+    patience = timedelta(seconds=COME_S)
+    if meeting.here():
         try:
-            return dist.TCPStore(
-                meeting.host,
-                meeting.port,
-                is_master=keeps,
-                wait_for_workers=False,
-                multi_tenant=True,
-                timeout=timedelta(seconds=COME_S),
-            )
-        except dist.DistError:
-            if not keeps:
-                raise
+            return keep_for_hosts(meeting, address, token, patience)
+        except OSError:
             log_line(
                 f"another process of this host has port {meeting.port}: if it is a run's, this one"
                 " meets there too"
             )
-    raise AssertionError
+    return join_hosts_store(meeting, address, token, patience)
 
 
 def _failure_text(result: RunResult) -> str:
@@ -293,10 +266,17 @@ class ElasticAgent(HookedAgent):
     """The agent of one host: it tells the other hosts what happens here, and hears of them."""
 
     def __init__(
-        self, spec: WorkerSpec, logs: DefaultLogsSpecs, hosts: HostsSpec, store: dist.Store
+        self,
+        spec: WorkerSpec,
+        logs: DefaultLogsSpecs,
+        hosts: HostsSpec,
+        store: dist.Store,
+        token: str,
     ):
         super().__init__(spec, logs, SAVE_S)
-        self._hosts, self._common = hosts, store
+        self._hosts, self._common, self._token = hosts, store, token
+        self._ranks_store: dist.TCPStore | None = None  # of this start, on the first host
+        self._way: TokenGate | Passage | None = None  # to it
         self._came: list[str] = []  # the hosts, the last time
         self._beat, self._beaten = 0, 0.0
         self._heard: dict[
@@ -315,6 +295,7 @@ class ElasticAgent(HookedAgent):
 
     def after_rendezvous(self, group: WorkerGroup) -> None:
         self._allow()
+        self._open_way(group)
         store, here, count = group.store, group.group_rank, group.group_world_size
         assert store is not None and here is not None and count is not None
         store.set(f"weft/who/{here}", f"{socket.gethostname()} ({group.spec.local_addr})")
@@ -336,6 +317,20 @@ class ElasticAgent(HookedAgent):
                 " goes"
             )
         self._came, self._heard, self._beaten = came, {}, 0.0
+
+    def _open_way(self, group: WorkerGroup) -> None:
+        """The ranks of each host meet at a port of its loopback: the store, or the way to it."""
+        if self._way is not None:
+            self._way.close()
+        host, port = str(group.master_addr), int(group.master_port or 0)
+        if group.group_rank == 0:
+            self._ranks_store = keep_store()
+            self._way = TokenGate(host, port, self._token, self._ranks_store.port)
+            port = self._ranks_store.port
+        else:
+            self._ranks_store, self._way = None, Passage(host, port, self._token)
+            port = self._way.port
+        group.master_addr, group.master_port = LOOPBACK, port
 
     def after_monitor(self, group: WorkerGroup, result: RunResult) -> RunResult:
         if result.state is WorkerState.FAILED:
@@ -375,6 +370,7 @@ class ElasticAgent(HookedAgent):
         with suppress(dist.DistError):
             if self.group.store is not None:
                 self.group.store.set(key, "")
+                self.group.store.check([key])  # its answer: this process may end now
 
     def _find_lost_host(self, group: WorkerGroup) -> LostHost | None:
         """A host that was told to stop, or has fallen silent: the first watches all, and all watch

@@ -41,10 +41,20 @@ def restart_count() -> int:
 
 def local_world_size() -> int:
     """Number of ranks on this host, by what the launcher says; all of them if it says nothing."""
+    found = launched_rank()
+    return _said_local_world_size() or (found[1] if found else 1)
+
+
+def _said_local_world_size() -> int | None:
     said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_TASKS_PER_NODE", "")
     match = re.match(r"\d+", said)  # SLURM writes 4(x2),3
+    return int(match.group()) if match else None
+
+
+def on_one_host() -> bool:
+    """Whether the launcher says that all ranks are on this host."""
     found = launched_rank()
-    return int(match.group()) if match else found[1] if found else 1
+    return found is not None and _said_local_world_size() == found[1]
 
 
 def master_address() -> tuple[str, int]:

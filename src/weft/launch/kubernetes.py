@@ -10,12 +10,14 @@ import itertools
 import json
 import posixpath
 import re
+import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from weft.core import ConfigError
 
+from .gate import TOKEN
 from .job import SAVE_S, Job
 
 RETRIES = 10  # of a host's container, on average, before the job has failed
@@ -73,6 +75,8 @@ def kubernetes_manifest(
                 "name": "pytorch",
                 "image": image,
                 "command": _command(job),
+                "# Hosts prove to one another that they know it.": None,
+                "env": [{"name": TOKEN, "value": secrets.token_hex(16)}],
                 "resources": {"limits": limits} if any(limits.values()) else None,
                 "volumeMounts": [
                     {"name": "shm", "mountPath": "/dev/shm"},

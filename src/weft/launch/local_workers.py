@@ -42,6 +42,7 @@ import torch.distributed as dist
 from weft.core import TIMEOUT_S, WorkerDied
 
 from .environment import launched_rank, local_world_size
+from .gate import LOOPBACK
 from .rank_process import (
     POLL_S,
     Backend,
@@ -55,6 +56,7 @@ from .rank_process import (
     serve_tasks,
 )
 from .signals import on_stop_signal
+from .stores import join_store, keep_store
 
 # after the first failure: a killed peer is seen later than the errors of those that lost it
 GRACE_S = 0.5
@@ -295,12 +297,7 @@ def replica_store() -> Iterator[tuple[dist.TCPStore, BaseProcess]]:
     theirs.close()
     try:
         port, patience = here.recv(), timedelta(seconds=STORE_S)
-        yield (
-            dist.TCPStore(
-                "127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=patience
-            ),
-            keeper,
-        )
+        yield join_store(LOOPBACK, port, patience), keeper
     finally:
         keeper.kill()
         keeper.join()
@@ -310,7 +307,7 @@ def replica_store() -> Iterator[tuple[dist.TCPStore, BaseProcess]]:
 def _keep(connection: Connection, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is needed until the ranks have ended
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = keep_store()
     connection.send(store.port)
     follow_parent(parent)
 

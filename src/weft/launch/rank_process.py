@@ -24,7 +24,10 @@ from weft._torch.compiler import forget_compile_threads
 from weft.core import Refusal, WeftError, WorkerDied
 from weft.engine import ReplicaGroup
 
-from .environment import AGENT, launched_rank, master_address, restart_count
+from .environment import AGENT, launched_rank, master_address, on_one_host, restart_count
+from .gate import LOOPBACK
+from .rendezvous import Rendezvous, listen_at
+from .stores import join_store, keep_store
 
 Backend = Literal["gloo", "nccl"]
 
@@ -100,6 +103,7 @@ class RankTask:
         os.environ.update(
             MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
         )  # for who asks; nobody listens there
+        listen_at(LOOPBACK)
         store = dist.FileStore(self.file, self.world)
         alarm = threading.Timer(
             self.timeout or 0.0, _note_stack, (threading.get_ident(), self.stack)
@@ -128,8 +132,7 @@ class WorkerSlot:
     neighbours: int
 
     def company(self) -> ReplicaGroup:
-        store = dist.TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
-        return ReplicaGroup(store, self.replica, self.incarnation)
+        return ReplicaGroup(join_store(LOOPBACK, self.port), self.replica, self.incarnation)
 
 
 _COMPANY: list[ReplicaGroup] = []  # of this process, if it has any
@@ -148,17 +151,22 @@ def _note_stack(thread: int, file: str) -> None:
 
 
 def rendezvous_store() -> dist.Store:
-    """Where all processes that torchrun or srun started meet."""
+    """Where all processes that torchrun, srun or an agent of weft started meet: rank 0 keeps it,
+    unless the agents do."""
     host, port = master_address()
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
     found = launched_rank()
     assert found is not None
-    store, _, _ = next(dist.rendezvous("env://", rank=found[0], world_size=found[1]))
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return store
-    # torchrun keeps its store when it starts processes anew, and with it the addresses of those
-    # that died
-    return dist.PrefixStore(f"attempt-{restart_count()}", store)
+    if AGENT in os.environ:  # which has chosen the interface
+        return join_store(host, port)
+    address = LOOPBACK if on_one_host() else Rendezvous(host, port).address()
+    listen_at(address)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun keeps its store when it starts processes anew, and with it the addresses of those
+        # that died
+        return dist.PrefixStore(f"attempt-{restart_count()}", join_store(host, port))
+    host = LOOPBACK if on_one_host() else host
+    return join_store(host, port) if found[0] else keep_store(address, port)
 
 
 @contextmanager

@@ -115,6 +115,15 @@ def _way(host: str, port: int) -> str:
         return probe.getsockname()[0]
 
 
+def listen_at(address: str) -> None:
+    """Let gloo, NCCL and TensorPipe listen on the interface of this address alone, if that can be
+    told and the environment names no other. They take what the host's name stands for, or any."""
+    name = interface_of(address)
+    for variable, exact in (("GLOO", ""), ("TP", ""), ("NCCL", "=")):
+        if name is not None:
+            os.environ.setdefault(f"{variable}_SOCKET_IFNAME", f"{exact}{name}")
+
+
 def interface_of(address: str) -> str | None:
     """The network interface that has this IPv4 address; None where that cannot be told."""
     if sys.platform != "linux" or ":" in address:

@@ -1,13 +1,12 @@
 """Remote procedure calls between the processes of a run, beside their process group.
 
 Whoever can connect to a process may call any function in it: torch.distributed.rpc trusts its
-network. A process listens at the address by which the others reach its host, and on a run of one
-host at the loopback alone.
+network. A process listens on the interface of the run, which on one host is the loopback
+(`listen_at`).
 """
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,7 +18,9 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 from weft._torch.c10d import default_store
 
-from .rendezvous import Rendezvous, interface_of
+from .environment import master_address, on_one_host
+from .gate import LOOPBACK
+from .rendezvous import Rendezvous, listen_at
 
 _SCHEME = "weft"
 
@@ -30,12 +31,8 @@ def rpc_session(names: Sequence[str]) -> Iterator[None]:
     order. Nothing times out: a connection that breaks is an error, and `train.hang_s` is for what
     hangs."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == world  # no other host is to connect
-    listen = interface_of(
-        "127.0.0.1" if here else Rendezvous(os.environ.get("MASTER_ADDR", "127.0.0.1"), 9).address()
-    )
-    if listen is not None:
-        os.environ.setdefault("TP_SOCKET_IFNAME", listen)  # TensorPipe has no other way to be told
+    # as when the process group was made, unless others than weft made it
+    listen_at(LOOPBACK if on_one_host() else Rendezvous(*master_address()).address())
     patience = default_store().timeout  # else torch sets the store another one
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"{_SCHEME}://", rpc_timeout=patience.total_seconds()

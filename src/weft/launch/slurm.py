@@ -27,6 +27,7 @@ HOST, PORT = "$host", "$port"
 MEET = """\
 export host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 20000)) # another for each job
+export WEFT_TOKEN=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n') # hosts prove that they know it
 """
 
 STATE = """\

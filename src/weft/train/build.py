@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from weft.core import (
+    NO_CODE,
     ActionCosts,
     ConfigError,
     Layout,
@@ -42,6 +43,9 @@ from weft.sync import make_sync
 from . import data, lr_schedule
 from .samples import named_samples
 
+# Names of these may stand in a run file of which no code is to run.
+_OWN = ("weft.models", "weft.losses", "weft.data", "weft.optimizers")
+
 
 def resolve_callable(
     name: str, folder: str | Path = ".", field: str = "build"
@@ -56,9 +60,11 @@ def resolve_callable(
             "is not of the form package.module:callable",
             'write as in "weft.models:decoder"',
         )
-    for place in (str(Path.cwd()), str(Path(folder).resolve())):
-        if place not in sys.path:
-            sys.path.insert(0, place)
+    if os.environ.get(NO_CODE):
+        _refuse_code(field, name, module_name, attribute)
+    for place in () if os.environ.get(NO_CODE) else (Path.cwd(), Path(folder).resolve()):
+        if str(place) not in sys.path:
+            sys.path.insert(0, str(place))
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -89,6 +95,16 @@ def resolve_callable(
             "name a function",
         )
     return found
+
+
+def _refuse_code(field: str, name: str, module: str, attribute: str) -> None:
+    """Raises ConfigError unless this is a public name of weft: modules that weft imports would
+    lead to all the rest of Python."""
+    if module in _OWN and attribute in importlib.import_module(module).__all__:
+        return
+    problem = f"is code of the run file's own, which --no-code or {NO_CODE} rules out"
+    fix = f"name what {', '.join(_OWN)} offer, or read that code and leave --no-code out"
+    raise ConfigError(field, name, problem, fix)
 
 
 def build_model(

@@ -297,7 +297,9 @@ def _write_tokenizer(run: RunConfig, folder: Path) -> None:
     transformers = import_extra("transformers", "data.tokenizer", named)
     file = path / "tokenizer.json" if path.is_dir() else path
     if path.is_dir() and (path / "tokenizer_config.json").is_file():
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
     elif file.is_file():
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(file))
     else:

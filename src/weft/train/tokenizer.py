@@ -110,7 +110,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         if file.is_file():
             return Trained(tokenizers.Tokenizer.from_file(str(file)))
         auto = import_extra("transformers", "tokenizer", str(path)).AutoTokenizer
-        return Trained(auto.from_pretrained(path, local_files_only=True).backend_tokenizer)
+        return Trained(
+            auto.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False
+            ).backend_tokenizer
+        )
     except DataError:
         raise
     except Exception as error:  # the libraries raise bare Exception

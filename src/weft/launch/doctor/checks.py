@@ -209,7 +209,7 @@ def _keeps(meeting: Rendezvous, stack: ExitStack) -> bool:
         if meeting.file or not meeting.here():
             return False
         kept = limited_process.iterate_limited(
-            host_rendezvous.ANSWER_S, host_rendezvous.keep_store, meeting.port
+            host_rendezvous.ANSWER_S, host_rendezvous.keep_store, meeting
         )
         next(kept)
     except (
@@ -253,7 +253,8 @@ def _check_hosts(asked: DoctorRequest, keeps: bool) -> Generator[object, None, N
     passed = met.share("passed", worst(_all(hosts, found)) != "wrong")
     yield HostSlot(met.number, len(met.members), met.name(0), passed.get(0, False))
     met.tell("left", True)
-    for number in met.members if met.number == 0 else ():  # the store is this host's
+    # the store is host 0's; an answer of it says that it has been told
+    for number in met.members if met.number == 0 else (met.number,):
         met.ask("left", number)
 
 

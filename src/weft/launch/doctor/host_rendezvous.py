@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..gate import run_token
 from ..rendezvous import Rendezvous
+from ..stores import join_hosts_store, keep_for_hosts
 from .findings import Finding
 from .limited_process import LimitedProcessError, error_text, run_limited
 
@@ -23,18 +24,10 @@ UNMET = "start weft doctor on the host that is named there too, and let its port
 POLL_S = 0.1
 
 
-def keep_store(port: int) -> Generator[bool, None, None]:
+def keep_store(meeting: Rendezvous) -> Generator[bool, None, None]:
     """The store, for as long as this process lives. Raises OSError if the port is taken."""
-    both = socket.has_dualstack_ipv6()
-    server = socket.create_server(
-        ("", port),
-        family=socket.AF_INET6 if both else socket.AF_INET,
-        dualstack_ipv6=both,
-        backlog=4096,
-    )
-    store = dist.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
-    )
+    address = meeting.address()
+    store = keep_for_hosts(meeting, address, run_token(address))
     yield True
     while True:
         time.sleep(JOIN_S)
@@ -60,13 +53,8 @@ class HostGroup:
                 store: dist.Store = dist.FileStore(self.meeting.file)
                 store.set_timeout(patience)
             else:
-                store = dist.TCPStore(
-                    self.meeting.host,
-                    self.meeting.port,
-                    is_master=False,
-                    wait_for_workers=False,
-                    timeout=patience,
-                )
+                address = self.meeting.address()
+                store = join_hosts_store(self.meeting, address, run_token(address), patience)
             self._stores[pid] = dist.PrefixStore("weft-doctor", store)
         return self._stores[pid]
 
