@@ -111,11 +111,13 @@ class TrainConfig(TomlTable):
     )
     sample_tokens: int = Field(default=0, ge=0, description="tokens to generate after training")
     prompt: str = Field(default="", description="start of the generated text")
-    hang_s: float = Field(
-        default=600.0,
+    hang_s: float | None = Field(
+        default=None,
         ge=0,
         description=(
             "seconds without a step after which a run reports where it hangs and ends; 0: never"
+            " (default: 20 times the slowest of the last steps, at least 60; 600 where replicas"
+            " step by themselves, and for first steps and checkpoints)"
         ),
     )
     threads: int | None = Field(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -279,7 +279,8 @@ class TrainLoop:
         results = []
         for number in range(min(self.run.train.eval_batches * self.shares, loader.steps_per_epoch)):
             batch = build.cast_batch(self.run, next(loader))
-            with refuse_unknown_tokens(self.engine, batch):
+            first = self.watchdog.rare() if number == 0 else nullcontext()
+            with first, refuse_unknown_tokens(self.engine, batch):
                 results.append(self.engine.evaluate(batch))
             self.watchdog.beat(f"batch {number + 1} of the validation after step {step}")
         weights = torch.stack([r.weight for r in results])
@@ -312,7 +313,7 @@ class TrainLoop:
                 return None
             return f"a weight after step {step} is not finite. {_advice(self.run)}"
 
-        with self._of_this_replica():
+        with self._of_this_replica(), self.watchdog.rare():
             self.saver.save(
                 checkpoint_folder(self.run, None if leads else self.engine.replicas.index),
                 step,

@@ -42,7 +42,7 @@ from .run_summary import run_header, run_summary
 from .stop_request import StopRequest
 from .trace_recorder import FIRST, TraceRecorder
 from .train_loop import Compare, TrainLoop
-from .watchdog import Watchdog
+from .watchdog import RARE_S, Watchdog
 
 
 def train(
@@ -134,7 +134,10 @@ def _train(
     progress.table(run_header(run, engine, done, notes))
     # of replicas that are apart the one that leads writes, and another may lead later
     writer = Metrics(folder, done, engine.replicas.leads) if rank == 0 else nullcontext()
-    with writer as metrics, StopRequest() as interrupt, progress, Watchdog(t.hang_s) as watchdog:
+    limit_s = t.hang_s
+    if limit_s is None and (engine.replicas.independent or isinstance(engine, Remote)):
+        limit_s = RARE_S  # an exchange of weights, or the driver, may take longer than any step
+    with writer as metrics, StopRequest() as interrupt, progress, Watchdog(limit_s) as watchdog:
         loop = TrainLoop(
             run,
             engine,

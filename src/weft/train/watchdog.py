@@ -9,7 +9,9 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from types import FrameType
@@ -19,8 +21,12 @@ import torch.distributed as dist
 
 from weft._torch.c10d import default_store, flight_record, group_names
 
-CODE = 3  # with which a rank that hangs ends
+HANGS = 3  # with which a rank that hangs ends
 LISTEN_S = 3.0  # for what the others say
+# The limit where none is set: so many times the slowest of the last steps, but at least LEAST_S;
+# RARE_S for what has not been timed, as the first steps and a checkpoint.
+TIMES, LEAST_S, RARE_S = 20, 60.0, 600.0
+STEPS, FIRST = 50, 3
 _OPERATIONS = re.compile(
     r"all_reduce|all_gather\w*|reduce_scatter\w*|all_to_all\w*|broadcast\w*|barrier|gather_object|scatter\w*|"
     r"isend|irecv|send|recv|batch_isend_irecv"
@@ -29,22 +35,41 @@ _OPERATIONS = re.compile(
 
 class Watchdog:
     """Of one rank. When it has not been told of progress for `limit_s` seconds it tells the others
-    where it is, hears where they are, says so, and ends this process; 0: it watches nothing. A
-    context, around the steps."""
+    where it is, hears where they are, says so, and ends this process; 0: it watches nothing; None:
+    a limit that follows from the steps so far. A context, around the steps."""
 
-    def __init__(self, limit_s: float):
-        self._limit_s = limit_s
+    def __init__(self, limit_s: float | None):
+        self._set_s, self._rare = limit_s, False
         self._at, self._since = "the start", time.monotonic()
+        self._took: deque[float] = deque(maxlen=STEPS)
         self._watched, self._done = threading.get_ident(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="weft watchdog", daemon=True)
 
     def beat(self, at: str) -> None:
         """This has been done."""
-        self._at, self._since = at, time.monotonic()
+        now = time.monotonic()
+        self._took.append(now - self._since)
+        self._at, self._since = at, now
+
+    @contextmanager
+    def rare(self) -> Iterator[None]:
+        """In this context is what happens now and then, and may take long."""
+        self._rare = True
+        yield
+        self._since, self._rare = time.monotonic(), False
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds without progress that are a hang, now."""
+        if self._set_s is not None:
+            return self._set_s
+        if self._rare or len(self._took) < FIRST:
+            return RARE_S
+        return max(LEAST_S, TIMES * max(self._took))
 
     def __enter__(self) -> Self:
-        self.beat(self._at)
-        if self._limit_s and dist.is_initialized() and dist.get_world_size() > 1:
+        self._since = time.monotonic()
+        if self._set_s != 0 and dist.is_initialized() and dist.get_world_size() > 1:
             self._thread.start()
         return self
 
@@ -52,26 +77,27 @@ class Watchdog:
         self._done.set()
 
     def _watch(self) -> None:
-        while not self._done.wait(min(1.0, self._limit_s / 4)):
-            if time.monotonic() - self._since > self._limit_s:
+        while not self._done.wait(min(1.0, self.limit_s / 4)):
+            limit_s = self.limit_s
+            if time.monotonic() - self._since > limit_s:
                 break
         else:
             return
         rank, world = dist.get_rank(), dist.get_world_size()
         store = dist.PrefixStore("weft/hang", default_store())
         heard = {rank: RankLocation.of(self._at, sys._current_frames()[self._watched])}
-        listen_s = LISTEN_S + self._limit_s / 4
+        listen_s = LISTEN_S + min(limit_s, LEAST_S) / 4
 
         def end() -> None:
             if self._done.is_set():
                 return
             if rank == min(heard):  # one speaks for all
                 print(
-                    f"weft: {hang_report(dict(sorted(heard.items())), world, self._limit_s)}",
+                    f"weft: {hang_report(dict(sorted(heard.items())), world, limit_s)}",
                     file=sys.stderr,
                     flush=True,
                 )
-            os._exit(CODE)
+            os._exit(HANGS)
 
         alarm = threading.Timer(2 * listen_s, end)  # the store itself may be what does not answer
         alarm.daemon = True

@@ -28,7 +28,8 @@ class Case:
 
     `batch(step, data_rank, data_size)`: one rank's part of the global batch of a step.
     `whole_batch(step)`: all of it, read apart from what `batch` does; default: by `batch`.
-    `order_faults()`: what is wrong with the order of samples. `workers`:
+    `order_faults()`: what is wrong with the order of samples. `hang_s`: seconds without a step
+    that are a hang; None: it follows from how long the reference takes. `workers`:
     where modules live. `build_deferred` makes the same model without weights; default: by `build`.
     `compile`: as of an Engine.
     """
@@ -47,6 +48,7 @@ class Case:
     precision: str = "fp64"
     whole_batch: Callable[[int], Batch] | None = None
     order_faults: Callable[[], Sequence[str]] = tuple
+    hang_s: float | None = None
 
     @property
     def bounds(self) -> Bounds:

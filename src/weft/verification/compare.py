@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from weft.core import (
     DRIVER,
     STAGE_AXIS,
+    Layout,
     Plan,
     Refusal,
     data_rank_indices,
@@ -47,6 +48,7 @@ from weft.parallel import (
     predict_collectives,
     whole_batch_comms,
 )
+from weft.train import LEAST_S, RARE_S, TIMES, Watchdog
 
 from .activation_errors import first_activation
 from .activation_recorder import ActivationRecorder, record_activations
@@ -119,6 +121,15 @@ def check_layout(case: Case, layout: str, reference: Reference) -> LayoutResult:
         return _check(case, layout, reference)
 
 
+def _hang_s(case: Case, layout: str, reference: Reference) -> float:
+    """Seconds without a step that are a hang. All ranks may share the cores of the reference."""
+    if case.hang_s is not None:
+        return case.hang_s
+    if case.compile != "off":
+        return RARE_S
+    return max(LEAST_S, TIMES * Layout.parse(layout).world * reference.slowest_s)
+
+
 def _build(case: Case, layout: str, plan: Plan | None) -> tuple[nn.Module, Plan]:
     """The model, without weights where that is possible, as ranks train it; and its plan if there
     is none."""
@@ -167,38 +178,42 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     seen: list[Collective] = []
     compiled_seen: list[Collective] = []
     compiled = engine.compiled if isinstance(engine, Engine) and engine.compiled else None
-    for step, loss in enumerate(reference.losses):
-        batch = case.batch_of(step, engine.mesh.index(*DATA_AXES), plan.data_size)
-        found += _wrong_batch(engine, batch, reference.batches[step], step)
-        if step == 0:
-            with (
-                case.mode(),
-                Audit(engine.mesh, engine.now) as audit,
-                record_activations(engine.model, plan.microbatch, engine.now) as trace,
-                compiled.paused() if compiled is not None else nullcontext(),
-                refuse_what_does_not_run(engine.model, plan),
-            ):
-                result = engine.step(batch)
-            seen = audit.seen if isinstance(engine, Engine) else []
-            found += first_activation(engine, trace, reference.traces, case.bounds.activation)
-        else:
-            with case.mode(), Audit(engine.mesh, engine.now) as audit:
-                result = engine.step(batch)
-            compiled_seen = audit.seen
-        errors["loss"][f"loss of step {step}"] = error = error_ratio(
-            abs(float(result.loss) - loss), abs(loss)
-        )
-        if not error < case.bounds.loss:
-            differs = f"loss of step {step}: {float(result.loss):.9g}, one device has {loss:.9g}"
-            found.append(((step, "loss", 0), differs))
-        found += gradient_differences(
-            engine, reference, step, case, result.grad_norm, errors["gradient"]
-        )
-        if step == 0:
-            errors["weight"] = updated = weight_errors(
-                engine, reference.updated, "after step 0", reference, case.bounds
+    with Watchdog(_hang_s(case, layout, reference)) as watchdog:
+        for step, loss in enumerate(reference.losses):
+            batch = case.batch_of(step, engine.mesh.index(*DATA_AXES), plan.data_size)
+            found += _wrong_batch(engine, batch, reference.batches[step], step)
+            if step == 0:
+                with (
+                    case.mode(),
+                    Audit(engine.mesh, engine.now) as audit,
+                    record_activations(engine.model, plan.microbatch, engine.now) as trace,
+                    compiled.paused() if compiled is not None else nullcontext(),
+                    refuse_what_does_not_run(engine.model, plan),
+                ):
+                    result = engine.step(batch)
+                seen = audit.seen if isinstance(engine, Engine) else []
+                found += first_activation(engine, trace, reference.traces, case.bounds.activation)
+            else:
+                with case.mode(), Audit(engine.mesh, engine.now) as audit:
+                    result = engine.step(batch)
+                compiled_seen = audit.seen
+            watchdog.beat(f"step {step}")
+            errors["loss"][f"loss of step {step}"] = error = error_ratio(
+                abs(float(result.loss) - loss), abs(loss)
             )
-            found += _first_of(updated, (step, "weight"), case.bounds.weight)
+            if not error < case.bounds.loss:
+                differs = (
+                    f"loss of step {step}: {float(result.loss):.9g}, one device has {loss:.9g}"
+                )
+                found.append(((step, "loss", 0), differs))
+            found += gradient_differences(
+                engine, reference, step, case, result.grad_norm, errors["gradient"]
+            )
+            if step == 0:
+                errors["weight"] = updated = weight_errors(
+                    engine, reference.updated, "after step 0", reference, case.bounds
+                )
+                found += _first_of(updated, (step, "weight"), case.bounds.weight)
     last, problem = state_errors(engine, reference, case.bounds)
     problem = "; ".join(reference.broken) or problem
     found += _first_of(last, (len(reference.losses), "weight"), case.bounds.weight)

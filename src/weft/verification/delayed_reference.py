@@ -7,6 +7,8 @@ mean gradient of its microbatches to the newest weights.
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor
 
@@ -43,7 +45,7 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
     size = plan.batch // plan.accumulate
     found = Reference(tuple(params), plan)
     for step in range(steps):
-        batch = case.whole_batch_of(step)
+        begun, batch = time.monotonic(), case.whole_batch_of(step)
         found.batches.append(batch)
         versions = [[_copies(params, names)] for names in stages]
         sums = torch.zeros(2, dtype=torch.float64)
@@ -82,6 +84,7 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
                         optimizer.zero_grad()
                     kept.append(_copies(params, names))
         experts.move()
+        found.slowest_s = max(found.slowest_s, time.monotonic() - begun)
         found.losses.append(float(sums[0] / sums[1]))
         found.gradients.append({})
         found.norms.append(0.0)

@@ -7,6 +7,7 @@ masks. Laws hold what is drawn (`plain.draw_laws`, `plain.samples`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -65,6 +66,7 @@ class Reference:
     loss_bytes: tuple[tuple[int, int], ...] = ()
     # labels of each cross-entropy of step 0, for one sample
     labels: tuple[float, ...] = ()
+    slowest_s: float = 0.0  # of the steps
     # laws that what was drawn for both sides breaks: masks, random numbers, the order of samples
     broken: tuple[str, ...] = ()
 
@@ -87,7 +89,7 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
     whole = is_whole_batch(case.loss)
     found = Reference(tuple(name for name, _ in model.named_parameters()))
     for step in range(steps):
-        batch = case.whole_batch_of(step)
+        begun, batch = time.monotonic(), case.whole_batch_of(step)
         found.batches.append(batch)
         optimizer.zero_grad()
         masters.round()
@@ -159,6 +161,7 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
             torch.nn.utils.clip_grad_norm_(masters.named.values(), case.clip)
         optimizer.step()
         experts.move()
+        found.slowest_s = max(found.slowest_s, time.monotonic() - begun)
         if step == 0:
             found.updated = {n: p.detach().clone() for n, p in masters.named.items()}
     masters.restore()

@@ -25,6 +25,7 @@ from weft.engine import Loss, Optimizers
 from weft.launch import run_workers
 from weft.nn import check_entries
 from weft.parallel import DATA_AXES, plan as lay
+from weft.train import HANGS
 
 from .case import Batch, Case
 from .compare import LayoutResult, check_layout, failed_result, refused_result
@@ -73,12 +74,9 @@ def verify_case(
                 raise
             results.append(refused_result(layout, error))
         except WorkerDied as error:
-            results.append(
-                failed_result(
-                    layout,
-                    f"does not run: {error.report.strip().splitlines()[-1]} (rank {error.rank})",
-                )
-            )
+            said = error.report.strip().splitlines()[-1]
+            why = "hangs" if said == f"exited with code {HANGS}" else f"does not run: {said}"
+            results.append(failed_result(layout, f"{why} (rank {error.rank})"))
         done(results[-1])
     return VerifyReport(tuple(results), steps)
 

@@ -91,6 +91,7 @@ def make_case(run: RunConfig) -> Case:
         batch=batches,
         whole_batch=batches.whole,
         order_faults=batches.order_faults,
+        hang_s=run.train.hang_s,
         loss=build_loss(run),
         optimizer=partial(torch.optim.SGD, lr=SGD_LR) if low else build_optimizer(run),
         inputs=run.model.inputs,
