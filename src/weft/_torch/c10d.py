@@ -24,3 +24,11 @@ def flight_record() -> dict[str, Any]:
 def group_names() -> dict[str, dist.ProcessGroup]:
     """Name in the flight record -> process group."""
     return {name: group for group, name in dist.distributed_c10d._world.pg_names.items()}
+
+
+def exchange_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """A device whose tensors this group exchanges: the CPU where it can."""
+    devices = (group or dist.group.WORLD)._device_types  # type: ignore[union-attr]
+    if torch.device("cpu") in devices:
+        return torch.device("cpu")
+    return torch.device(devices[0].type, torch.cuda.current_device())

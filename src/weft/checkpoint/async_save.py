@@ -14,9 +14,9 @@ from torch import Tensor
 from weft.core import (
     LocalShard,
     WeftError,
+    gather_json,
 )
 
-from .ranks import all_gather
 from .writer import Retention, save_checkpoint
 
 
@@ -63,7 +63,7 @@ class AsyncCheckpointer:
 
         def run() -> None:
             try:
-                reason = next(filter(None, all_gather(unless(held), self._group)), None)
+                reason = next(filter(None, gather_json(unless(held), self._group)), None)
                 if reason is not None:
                     raise WeftError(reason)
                 save_checkpoint(folder, step, held, scalars, meta, keep, self._group)

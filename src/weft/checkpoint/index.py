@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,10 @@ class StoredFile:
 
     size_bytes: int
     crc32: int
+
+
+# what one rank wrote, by global name of a tensor and name of a file
+Written = tuple[dict[str, StoredTensor], dict[str, StoredFile]]
 
 
 @dataclass(frozen=True)
@@ -139,11 +144,7 @@ def _read_index(path: Path, step: int) -> CheckpointIndex:
         )
     try:
         contents = CheckpointIndex(
-            step=index["step"],
-            scalars=index["scalars"],
-            meta=index["meta"],
-            tensors={name: _to_stored(entry) for name, entry in index["tensors"].items()},
-            files={name: StoredFile(*entry) for name, entry in index["files"].items()},
+            index["step"], index["scalars"], index["meta"], *written_from(index)
         )
     except (ValueError, LookupError, AttributeError, TypeError) as error:
         raise DamagedCheckpoint(
@@ -166,6 +167,32 @@ def _read_index(path: Path, step: int) -> CheckpointIndex:
     return contents
 
 
+def written_from(entries: dict[str, Any]) -> Written:
+    """Tensors and files, of what `written_entries` gives."""
+    tensors = {name: _to_stored(entry) for name, entry in entries["tensors"].items()}
+    return tensors, {name: StoredFile(*entry) for name, entry in entries["files"].items()}
+
+
+def written_entries(
+    tensors: Mapping[str, StoredTensor], files: Mapping[str, StoredFile]
+) -> dict[str, Any]:
+    """What JSON holds of tensors and files, as in `index.json`."""
+    return {
+        "files": {name: [file.size_bytes, file.crc32] for name, file in files.items()},
+        "tensors": {
+            name: {
+                "shape": tensor.shape,
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "chunks": [
+                    [file, _pairs_of(local), _pairs_of(position)]
+                    for file, local, position in tensor.chunks
+                ],
+            }
+            for name, tensor in tensors.items()
+        },
+    }
+
+
 def _to_stored(entry: dict[str, Any]) -> StoredTensor:
     dtype = getattr(torch, entry["dtype"])
     if not isinstance(dtype, torch.dtype):
@@ -184,7 +211,7 @@ def merge_indexes(
     step: int,
     scalars: dict,
     meta: dict,
-    written: list[tuple[dict[str, StoredTensor], dict[str, StoredFile]]],
+    written: list[Written],
 ) -> CheckpointIndex:
     """Combine what each rank wrote into one index. Raises CheckpointError unless every element of
     every tensor was written exactly once."""
@@ -225,18 +252,7 @@ def index_text(contents: CheckpointIndex) -> str:
         "step": contents.step,
         "scalars": contents.scalars,
         "meta": contents.meta,
-        "files": {name: [file.size_bytes, file.crc32] for name, file in contents.files.items()},
-        "tensors": {
-            name: {
-                "shape": tensor.shape,
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "chunks": [
-                    [file, _pairs_of(local), _pairs_of(position)]
-                    for file, local, position in tensor.chunks
-                ],
-            }
-            for name, tensor in contents.tensors.items()
-        },
+        **written_entries(contents.tensors, contents.files),
     }
     # as a reader will parse it, so that both compute the checksum of the same text
     body = json.loads(to_json(body))

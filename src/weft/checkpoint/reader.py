@@ -16,13 +16,14 @@ from weft.core import (
     CheckpointError,
     DamagedCheckpoint,
     LocalShard,
+    gather_json,
     index_overlap,
     shift_index,
     whole_shard,
 )
 
 from .index import CheckpointIndex, StoredFile, checkpoint_path, latest_step, read_index
-from .ranks import all_gather, raise_on_every_rank, rank_and_world
+from .ranks import raise_on_every_rank, rank_and_world
 
 BLOCK_BYTES = 1 << 22  # written or read, and summed, at once
 
@@ -40,7 +41,7 @@ def load_checkpoint(folder: Path, step: int | None, pieces: Iterable[LocalShard]
     fix = "let every rank read this folder"
     with raise_on_every_rank(folder, fix):
         chosen = latest_step(folder) if step is None else step
-    chosen = all_gather(chosen)[0]
+    chosen = gather_json(chosen)[0]
     with raise_on_every_rank(folder, fix):
         pieces = list(pieces)
         contents = read_index(folder, chosen)

@@ -20,6 +20,7 @@ from torch import Tensor
 from weft.core import (
     CheckpointError,
     LocalShard,
+    gather_json,
 )
 
 from .index import (
@@ -31,8 +32,10 @@ from .index import (
     merge_indexes,
     saved_steps,
     to_json,
+    written_entries,
+    written_from,
 )
-from .ranks import gather, raise_on_every_rank, rank_and_world
+from .ranks import raise_on_every_rank, rank_and_world
 
 FILE_BYTES = 1 << 29  # a file is closed once it holds this much: bounds the host memory of a save
 BLOCK_BYTES = 1 << 22  # written or read, and summed, at once
@@ -99,7 +102,8 @@ def save_checkpoint(
                 partial.mkdir()
         with raise_on_every_rank(partial, fix, group):
             tensors, files = write_shards(partial, rank, pieces)
-        written = gather((tensors, files), group)
+        entries = gather_json(written_entries(tensors, files), group, only_first=True)
+        written = [written_from(each) for each in entries]
         with raise_on_every_rank(partial, fix, group):
             if rank == 0:
                 contents = merge_indexes(step, scalars, meta, written)

@@ -55,6 +55,7 @@ from .grad_buckets import (
     bucket_gradients as bucket_gradients,
     gradient_owners as gradient_owners,
 )
+from .json_exchange import gather_json as gather_json
 from .layout import (
     EXPERTS as EXPERTS,
     EXPERTS_OPTION as EXPERTS_OPTION,

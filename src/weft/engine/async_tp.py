@@ -11,14 +11,14 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from itertools import combinations
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft._torch import symmetric_memory
-from weft.core import CompileOptions, ConfigError, Layout
+from weft.core import CompileOptions, ConfigError, Layout, gather_json
 from weft.nn import is_plain_linear
 from weft.parallel import FEATURE_AXES, Mesh, plain_product
 
@@ -108,9 +108,7 @@ def _far_peer(group: dist.ProcessGroup) -> str:
 
 def _gathered(value: str, group: dist.ProcessGroup) -> list[str]:
     """Each rank's value."""
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, value, group)
-    return found
+    return gather_json(value, group)
 
 
 def _refuse_far(problem: str) -> NoReturn:

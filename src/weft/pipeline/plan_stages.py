@@ -20,6 +20,7 @@ from weft.core import (
     Schedule,
     Staging,
     UnsupportedModel,
+    gather_json,
     nearest,
 )
 from weft.nn import model_arguments, named_inputs, weighed_loss, with_loss
@@ -105,9 +106,7 @@ def make_stages(
     check_split_points(where, made.stages, f"{made.name} over {layout}")
     points = _points(recorded, made, where, blocks, units)
     if where == "time" and dist.is_initialized():  # every rank has measured times of its own
-        agreed = [points]
-        dist.broadcast_object_list(agreed, src=0)
-        points = agreed[0]
+        points = tuple(gather_json(points)[0])
     return split_stages(recorded, points, unsplit_blocks([*blocks, *counted], points)), made
 
 

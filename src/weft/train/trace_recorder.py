@@ -5,15 +5,16 @@ from __future__ import annotations
 import statistics
 import time
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from rich.text import Text
 
 from weft.core import (
     STAGE_AXIS,
+    Action,
     ActionCosts,
     Schedule,
+    gather_json,
 )
 from weft.engine import Engine, Span
 from weft.pipeline import Timeline, perfetto, simulate, svg, text
@@ -57,10 +58,10 @@ class TraceRecorder:
         """Write the pictures to the run folder; on rank 0 the drawing for a terminal of `width`
         columns."""
         engine = self._engine
-        everyone: list[Any] = [self._steps]
-        if dist.is_initialized():
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, self._steps)
+        everyone = [
+            [[Span(Action(*action), *rest) for action, *rest in step] for step in steps]
+            for steps in gather_json(self._steps)
+        ]
         if engine.mesh.rank != 0 or not self._steps:
             return None
         ranks = [everyone[rank] for rank in engine.plan.layout.group_ranks(0, STAGE_AXIS)]

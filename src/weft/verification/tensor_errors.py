@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from math import inf, isfinite, sqrt
-from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
-from weft.core import Chunk, chunks_of, coverage_flaw
+from weft.core import Chunk, chunks_of, coverage_flaw, gather_json
 from weft.engine import TrainingEngine, local_tensor
 
 from .case import Case
@@ -214,12 +212,13 @@ def _norm_like(name: str, reference: Reference) -> float:
 
 
 def coverage_gap(held: dict[str, list], reference: Reference) -> str | None:
-    everyone: list[Any] = [held]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, held)
+    everyone = gather_json(
+        {name: [[(s.start, s.stop) for s in box] for box in boxes] for name, boxes in held.items()}
+    )
     for name in {name: None for ranks in everyone for name in ranks}:
-        boxes = [box for ranks in everyone for box in ranks.get(name, ())]
+        boxes = [
+            tuple(slice(*ends) for ends in box) for ranks in everyone for box in ranks.get(name, ())
+        ]
         problem = coverage_flaw(boxes, tuple(reference.final[name].shape))
         if problem is not None:
             return f"{name}: {problem}"
