@@ -38,5 +38,6 @@ def gather_json(
     else:
         dist.all_gather(rows, padded, group)
     return [
-        json.loads(bytes(row[: int(size)].tolist())) for row, size in zip(rows, sizes, strict=False)
+        json.loads(row[: int(size)].cpu().numpy().tobytes())
+        for row, size in zip(rows, sizes, strict=False)
     ]
