@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,10 +50,13 @@ from weft.train import (
     check_output,
     check_run,
     replica_ranks,
+    run_lock,
     server_replicas,
     shrink_to,
     train,
 )
+
+ENDS_S = 60.0  # for the ranks before, on a host that was cut off, to end
 
 
 def train_and_compare(run: RunConfig, resume: bool, trace: bool = False, **options: Any) -> bool:
@@ -69,6 +73,11 @@ def train_here(run: RunConfig, resume: bool, trace: bool) -> bool:
     """Train in processes of this host; whether it was stopped before the last step. Raises Refusal,
     WeftError."""
     _check_device(run, check_run(run), run.world)
+    with run_lock(run.output, make=not resume):
+        return _train_here(run, resume, trace)
+
+
+def _train_here(run: RunConfig, resume: bool, trace: bool) -> bool:
     names = (DRIVER, *run.workers) if run.workers else ()
     kept, set_aside = (
         partial(saved_step, run),
@@ -121,12 +130,20 @@ def train_as_rank(run: RunConfig, resume: bool, trace: bool) -> bool:
     if ranks != run.world and (not elastic or run.workers):
         raise world_size_error(run, "WORLD_SIZE", ranks)
     laid = run if ranks == run.world else shrink_to(run, ranks)
-    world, worlds = laid.world, replica_ranks(laid)
-    if worlds and ranks != run.world:
+    if replica_ranks(laid) and ranks != run.world:
         raise _fixed_layout_error(run)
     if not run.workers or rank == 0:  # workers need no data
         _check_device(run, check_run(laid), local_world_size())
     again = AGENT in os.environ or restart_count() > 0
+    lock = run_lock(run.output, make=not resume, patience_s=ENDS_S if again else 0.0)
+    with lock if rank == 0 else nullcontext():
+        return _train_as_rank(run, laid, resume, trace, again)
+
+
+def _train_as_rank(run: RunConfig, laid: RunConfig, resume: bool, trace: bool, again: bool) -> bool:
+    found = launched_rank()
+    assert found is not None
+    (rank, ranks, _), world, worlds = found, laid.world, replica_ranks(laid)
     if again:
         resume = saved_step(run) is not None
     if not again or resume:

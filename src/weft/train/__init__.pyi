@@ -44,6 +44,7 @@ from .run_checks import (
     plan_without_weights as plan_without_weights,
 )
 from .run_folder import check_output as check_output
+from .run_lock import run_lock as run_lock
 from .tokenizer import train_bpe as train_bpe
 from .trainer import train as train
 from .watchdog import (
