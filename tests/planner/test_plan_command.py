@@ -283,6 +283,12 @@ def test_more_stages_than_blocks(tmp_path: Path) -> None:
     assert result.exit_code == 0 and "pp4.dp2" in result.output, result.output
 
 
+def test_a_search_of_a_single_block(tmp_path: Path) -> None:
+    run, sheet = files(tmp_path, model__layers=1)
+    result = weft("plan", run, "--cluster", f"{sheet}x2")
+    assert result.exit_code == 0 and "dp2" in result.output, result.output
+
+
 def test_cuts_of_ones_own_are_kept_where_there_are_as_many_stages(tmp_path: Path) -> None:
     run, sheet = files(tmp_path, pipeline__cut=["blocks.1"])
     asked = ("plan", run, "--cluster", f"{sheet}x4", "--out", tmp_path / "out.toml", "--layout")

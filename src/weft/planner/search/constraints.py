@@ -430,7 +430,7 @@ CONVENTIONS = (
             (c[STAGE_AXIS] == 1)
             | (
                 c[STAGE_AXIS] * c["chunks"]
-                <= max(q.work.depth, c[STAGE_AXIS] if q.work.depth < 2 else 0)
+                <= np.maximum(q.work.depth, c[STAGE_AXIS] if q.work.depth < 2 else 0)
             )
         ),
         lambda c, q: "a block for each stage",
