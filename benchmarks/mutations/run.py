@@ -137,7 +137,8 @@ def by_verify(pool: Pool, mutant: Mutant, pairs: list[int], clean: list[Outcome]
         try:
             found = pool.run(judged, mutant, model, layout, world=world, timeout=TIMEOUT_S)[0]
         except (Refusal, WorkerDied) as error:
-            says = f"{type(error).__name__}: {str(error)[-200:]}"
+            said = str(error).replace(str(ROOT), "").strip().splitlines()
+            says = f"{type(error).__name__}: {said[-1][-200:] if said else ''}"
             return Verdict("seen", says, pair, time.perf_counter() - start)
         if found.says:
             return Verdict("seen", found.says, pair, time.perf_counter() - start)
