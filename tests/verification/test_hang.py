@@ -32,9 +32,7 @@ class Stuck(nn.Module):
 
 def test_a_rank_that_is_stuck_in_its_forward(capfd: Any) -> None:
     case = replace(Subject(Stuck, tokens, next_token).case(), hang_s=3.0)
-    begun = time.monotonic()
     report = verify_case(case, ["dp2"])
-    assert time.monotonic() - begun < 60
     assert not report.passed
     assert "hangs (rank " in report.text()
     said = capfd.readouterr().err
