@@ -8,7 +8,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
@@ -28,17 +28,22 @@ class Mutant:
 @contextmanager
 def mutated(*mutants: Mutant) -> Iterator[None]:
     """In this context the process runs the mutants."""
-    before = []
-    try:
+    with ExitStack() as stack:
         for mutant in mutants:
             module = importlib.import_module(mutant.module)
-            function = function_of(module, mutant.function)
-            before.append((function, function.__code__))
-            function.__code__ = _changed(module, mutant)
+            stack.enter_context(exchanged(module, mutant.function, _changed(module, mutant)))
+        yield
+
+
+@contextmanager
+def exchanged(module: Any, name: str, code: CodeType) -> Iterator[None]:
+    """In this context the function of this name runs this code."""
+    function = function_of(module, name)
+    before, function.__code__ = function.__code__, code
+    try:
         yield
     finally:
-        for function, code in reversed(before):
-            function.__code__ = code
+        function.__code__ = before
 
 
 def function_of(module: Any, name: str) -> FunctionType:
@@ -63,7 +68,9 @@ def _changed(module: Any, mutant: Mutant) -> CodeType:
     body = "".join(lines[node.lineno - 1 : node.end_lineno])
     assert body.count(mutant.old) == 1, f"{mutant} is there {body.count(mutant.old)} times"
     lines[node.lineno - 1 : node.end_lineno] = [body.replace(mutant.old, mutant.new)]
-    return code_of(compile("".join(lines), str(module.__file__), "exec"), mutant.function)
+    code = code_of(compile("".join(lines), str(module.__file__), "exec"), mutant.function)
+    assert code is not None, mutant
+    return code
 
 
 def definition(tree: ast.Module, name: str) -> ast.FunctionDef:
@@ -74,11 +81,12 @@ def definition(tree: ast.Module, name: str) -> ast.FunctionDef:
     return found
 
 
-def code_of(compiled: CodeType, name: str) -> CodeType:
-    """The code of a function in that of its module."""
+def code_of(compiled: CodeType, name: str) -> CodeType | None:
+    """The code of a function in that of its module; None if several have the name."""
     found = compiled
     for part in name.split("."):
-        found = next(
-            each for each in found.co_consts if isinstance(each, CodeType) and each.co_name == part
-        )
+        inside = [c for c in found.co_consts if isinstance(c, CodeType) and c.co_name == part]
+        if len(inside) != 1:
+            return None
+        (found,) = inside
     return found

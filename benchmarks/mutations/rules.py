@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType
 
+from tests.mutants import code_of
+
 SWAPPED: dict[type, type] = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
@@ -63,7 +65,7 @@ def changes(
                 continue
             code = None
             if compiled:
-                code = _code_of(compile(_replaced(tree, name, place), path, "exec"), name)
+                code = code_of(compile(_replaced(tree, name, place), path, "exec"), name)
             yield Change(name, getattr(node, "lineno", 0), rule, ast.unparse(node), new, code)
 
 
@@ -174,13 +176,3 @@ class _Replace(ast.NodeTransformer):
         if node is self.old:
             return ast.copy_location(self.new, node)
         return self.generic_visit(node)
-
-
-def _code_of(compiled: CodeType, name: str) -> CodeType | None:
-    found = compiled
-    for part in name.split("."):
-        inside = [c for c in found.co_consts if isinstance(c, CodeType) and c.co_name == part]
-        if len(inside) != 1:
-            return None
-        found = inside[0]
-    return found

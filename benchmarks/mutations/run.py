@@ -18,7 +18,7 @@ import re
 import sys
 import time
 from collections import Counter, defaultdict
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ sys.path[:0] = [str(ROOT), str(HERE)]
 from rules import changes  # noqa: E402
 from subjects import PAIRS, Line, Outcome, lines_of, verified  # noqa: E402
 
-from tests.mutants import function_of  # noqa: E402
+from tests.mutants import exchanged  # noqa: E402
 from weft.core.errors import Refusal, WorkerDied  # noqa: E402
 from weft.core.layout import Layout  # noqa: E402
 from weft.launch.local_workers import Pool  # noqa: E402
@@ -104,24 +104,16 @@ def all_mutants(reached: dict[Line, list[int]]) -> list[Mutant]:
     return found
 
 
-@contextmanager
-def in_place(mutant: Mutant | None) -> Any:
+def in_place(mutant: Mutant | None) -> AbstractContextManager[None]:
     """In this context the process runs the mutant."""
     if mutant is None:
-        yield
-        return
+        return nullcontext()
     module = importlib.import_module(mutant.module)
     path = Path(str(module.__file__))
     made = changes(path.read_text(), str(path), only=(mutant.function, mutant.place))
     code = next(made).code
     assert code is not None
-    function = function_of(module, mutant.function)
-    before = function.__code__
-    function.__code__ = code
-    try:
-        yield
-    finally:
-        function.__code__ = before
+    return exchanged(module, mutant.function, code)
 
 
 def judged(mutant: Mutant | None, model: str, layout: str) -> Outcome:
@@ -211,7 +203,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--again", action="store_true", help="those that were missed before")
     args = parser.parse_args()
     RESULTS.parent.mkdir(exist_ok=True)
     kept: dict[str, dict[str, Any]] = {}
@@ -222,8 +213,7 @@ def main() -> None:
         reached, clean = lines_reached(pool)
         chosen = drawn(all_mutants(reached), args.count, args.seed)
         for number, mutant in enumerate(chosen):
-            before = kept.get(mutant.key)
-            if before is not None and (before["effect"] != "missed" or not args.again):
+            if mutant.key in kept:
                 continue
             verdict = by_verify(pool, mutant, reached[mutant.module, mutant.line], clean)
             kept[mutant.key] = {"key": mutant.key, **asdict(mutant), **asdict(verdict)}

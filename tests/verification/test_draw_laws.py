@@ -92,3 +92,17 @@ def test_few_numbers_say_nothing() -> None:
     """Two of them may be equal, or have any mean, by chance."""
     low = torch.ones(1, dtype=torch.bfloat16)
     assert broken(lambda: [F.dropout(torch.ones(4)), torch.rand_like(low), torch.rand(1)][0]) == []
+
+
+def test_what_chance_may_do_breaks_no_law() -> None:
+    """Rare elements, that come three at once or not at all; numbers that a dtype rounds."""
+    laws = DrawLaws()
+    keep = torch.ones(100, dtype=torch.bool)
+    keep[:3] = False
+    laws.mask(keep, 0.001, 0, "here", None)
+    randomness = Randomness(0)
+    randomness.begin(0, range(SAMPLES))
+    with PlainFunctions(randomness, laws):
+        torch.bernoulli(torch.full((SAMPLES, 13), 0.011, dtype=torch.float64))
+        torch.rand_like(torch.zeros(SAMPLES, 500_000, dtype=torch.bfloat16))
+    assert laws.broken == []

@@ -64,11 +64,11 @@ def share_memory(mesh: Mesh) -> None:
     """
     group = mesh.group(*FEATURE_AXES)
     assert group is not None
-    hosts = sorted(set(_gathered(socket.gethostname(), group)))
+    hosts = sorted(set(gather_json(socket.gethostname(), group)))
     if len(hosts) > 1:
         _refuse_far(f"its ranks are on {len(hosts)} hosts, {hosts[0]} and others")
     # a rank that fails would leave the others waiting: what is known of each is asked first
-    far = next((problem for problem in _gathered(_far_peer(group), group) if problem), "")
+    far = next((problem for problem in gather_json(_far_peer(group), group) if problem), "")
     if far:
         _refuse_far(far)
     try:
@@ -99,16 +99,11 @@ def _far_peer(group: dist.ProcessGroup) -> str:
     own = torch.cuda.current_device()
     names = [torch.cuda.get_device_properties(i).uuid for i in range(torch.cuda.device_count())]
     seen = {str(name): i for i, name in enumerate(names)}
-    for name in _gathered(str(names[own]), group):
+    for name in gather_json(str(names[own]), group):
         other = seen.get(name, own)
         if other != own and not torch.cuda.can_device_access_peer(own, other):
             return f"GPU {own} has no access to the memory of GPU {other}"
     return ""
-
-
-def _gathered(value: str, group: dist.ProcessGroup) -> list[str]:
-    """Each rank's value."""
-    return gather_json(value, group)
 
 
 def _refuse_far(problem: str) -> NoReturn:

@@ -220,9 +220,7 @@ class FunctionOverrides(TorchFunctionMode):
         site, samples, part = self._site(func.__name__), len(self.randomness.samples), count()
 
         def uniform(shape: torch.Size, device: torch.device, alike: bool) -> Tensor:
-            length = shape[self.randomness.sample_dim(shape) if alike else 0] if shape else 0
-            whole = not length or bool(length % max(1, samples) if alike else length != samples)
-            whole = whole or (alike and self.randomness.all_share(shape))
+            whole, length = self.randomness.has_one_for_all(shape, alike), shape[0] if shape else 0
             several = samples and length and length % samples == 0
             unclear = several and (length > samples or shape == (1,))
             unclear = self.randomness.may_share(shape) if alike else unclear

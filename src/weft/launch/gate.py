@@ -17,6 +17,7 @@ import os
 import secrets
 import socket
 import threading
+from abc import ABC, abstractmethod
 from contextlib import suppress
 
 from weft.core import ConfigError, WeftError
@@ -57,7 +58,7 @@ def listen(address: str, port: int = 0) -> socket.socket:
     return socket.create_server((address, port), family=family, backlog=4096)
 
 
-class _Relay:
+class _Relay(ABC):
     """A port, and a thread that joins each connection to it with one elsewhere."""
 
     def __init__(self, server: socket.socket):
@@ -86,9 +87,9 @@ class _Relay:
         self._loop.run_until_complete(asyncio.sleep(0))
         self._loop.close()
 
+    @abstractmethod
     async def _meet(self, here: Streams) -> Streams:
         """The other end of a connection. Raises OSError, WeftError."""
-        raise NotImplementedError
 
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         here = reader, writer

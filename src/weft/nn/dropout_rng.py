@@ -215,6 +215,16 @@ class Randomness:
         shared = tuple(shape) in known.without_samples
         return shared or (tuple(shape) in known.unclear and not self._divides(shape))
 
+    def has_one_for_all(self, shape: torch.Size, alike: bool) -> bool:
+        """Whether samples share the random numbers of this shape. `alike`: it is the shape of a
+        tensor of the model, and not written out by it."""
+        if not shape:
+            return True
+        length, samples = shape[self.sample_dim(shape) if alike else 0], len(self.samples)
+        if not length or (length % max(1, samples) if alike else length != samples):
+            return True
+        return alike and self.all_share(shape)
+
     def may_share(self, shape: torch.Size) -> bool:
         """Whether samples share one tensor of this shape, and another counts samples in it."""
         unclear = self.dropped.unclear

@@ -55,8 +55,10 @@ class Watchdog:
     def rare(self) -> Iterator[None]:
         """In this context is what happens now and then, and may take long."""
         self._rare = True
-        yield
-        self._since, self._rare = time.monotonic(), False
+        try:
+            yield
+        finally:
+            self._since, self._rare = time.monotonic(), False
 
     @property
     def limit_s(self) -> float:

@@ -60,7 +60,7 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
                 record_activations(model, size) as trace,
                 PlainFunctions(
                     randomness, laws, trace.attention, trace.ask, known_positions(inputs, micro)
-                ) as functions,
+                ).active() as functions,
             ):
                 output = torch.func.functional_call(
                     model, weights, (), model_arguments(inputs, micro)

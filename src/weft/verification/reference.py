@@ -110,7 +110,7 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
                     trace = recorded.enter_context(record_activations(model, size))
                 seen, asked = (trace.attention, trace.ask) if trace is not None else (None, None)
                 known = known_positions(inputs, micro)
-                with PlainFunctions(randomness, laws, seen, asked, known) as functions:
+                with PlainFunctions(randomness, laws, seen, asked, known).active() as functions:
                     given = cast_arguments(plan.dtypes, model_arguments(inputs, micro))
                     output = model(**given)
                     added += functions.added

@@ -31,6 +31,8 @@ def distribution_of(
         return (found.double() - p)[inner] / (p * (1 - p)).sqrt()[inner], 0.0, 1.0
     if func is Tensor.bernoulli_ and isinstance(p := given.of(0, "p", 0.5), float) and 0 < p < 1:
         return found, p, math.sqrt(p * (1 - p))
+    if not found.is_floating_point():
+        return None
     shift, scale = 0.0, 1.0
     values, below = found.detach().double(), _below_in_uniform
     if func in (torch.randn, torch.randn_like):

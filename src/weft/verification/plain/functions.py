@@ -4,8 +4,8 @@ and attention and what a gate asks of all tokens by their definitions."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
@@ -38,7 +38,7 @@ _DROPOUTS = {F.dropout, torch.dropout, F.alpha_dropout, *DROPOUTS_OF_CHANNELS}
 
 
 class PlainFunctions(TorchFunctionMode):
-    """Active around the reference's forward.
+    """Functions of the reference's forward.
 
     Args:
         randomness: draws the masks and numbers that the layout has too.
@@ -62,18 +62,12 @@ class PlainFunctions(TorchFunctionMode):
         self.seen, self.asked = seen or (lambda *tensors: None), asked or (lambda *what: None)
         self.added: list[Tensor] = []  # losses of gates, to be added to what is minimised
         self._calls = 0
-        self._entered: list[ExitStack] = []
 
-    def __enter__(self) -> PlainFunctions:
-        stack = ExitStack()
-        stack.enter_context(eager_attention_by(self._eager))
-        self._entered.append(stack)
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._entered.pop().close()
+    @contextmanager
+    def active(self) -> Iterator[PlainFunctions]:
+        """In this context, also where a model attends by itself through transformers' interface."""
+        with eager_attention_by(self._eager), self:
+            yield self
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -202,19 +196,18 @@ class PlainFunctions(TorchFunctionMode):
         return keep
 
     def _numbers(self, func: Callable, args: tuple, kwargs: dict) -> Tensor:
-        site, samples, part = self._site(func.__name__), len(self.randomness.samples), count()
+        site, part = self._site(func.__name__), count()
 
         def uniform(shape: torch.Size, device: torch.device, alike: bool) -> Tensor:
-            length = shape[self.randomness.sample_dim(shape) if alike else 0] if shape else 0
-            whole = not length or bool(length % max(1, samples) if alike else length != samples)
-            whole = whole or (alike and self.randomness.all_share(shape))
+            whole = self.randomness.has_one_for_all(shape, alike)
             return self.randomness.uniform(shape, site, device, whole, next(part))
 
         found = DRAWS[func](Draws(uniform), *args, **kwargs)
         name = f"torch.{func.__name__} {self._name()}"
         match distribution_of(func, found, args, kwargs):
             case values, below:
-                self.laws.numbers(values, below, self.randomness.step, name)
+                rounding = torch.finfo(found.dtype).eps
+                self.laws.numbers(values, below, rounding, self.randomness.step, name)
             case values, mean, deviation:
                 self.laws.whole_numbers(values, mean, deviation, name)
         return found
