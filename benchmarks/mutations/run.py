@@ -2,7 +2,7 @@
 `weft verify`'s comparison on small models that reach the changed function; both sides run the
 change.
 
-    python benchmarks/mutations/run.py --count 600   # as many, drawn evenly over what can be seen
+    python benchmarks/mutations/run.py --count 184  # as many, the same number of each module
 
 Writes results/mutants.jsonl (what is there already is not run again) and the tables in README.md.
 """

@@ -13,8 +13,8 @@ import weft
 from tests.cases import LENGTH, SUBJECTS, VOCAB, Subject, tokens
 from tests.staged import STAGED
 from tests.verification.contrastive import TwoTowers, clip, pairs
+from tests.verification.nets_with_definitions import CASES
 from tests.verification.nets_with_quirks import QUIRKS
-from tests.verification.test_independent_reference import CASES
 from weft.losses import causal_lm
 from weft.models import decoder
 from weft.verification.compare import check_layout
