@@ -212,6 +212,16 @@ def test_what_both_sides_run_is_seen(pool: Any, name: str) -> None:
     assert not result.passed, result
 
 
+def test_a_collective_of_later_steps_alone_is_seen(pool: Any) -> None:
+    """It changes no number."""
+    update = "self._update(missing, self.steps_done)"
+    again = f"{update}; self.steps_done and self._update._sum_over_ranks(torch.zeros(6), [], 0)"
+    mutant = Mutant("weft.engine.engine", "Engine._step", update, again)
+    result = pool.run(both_sides, mutant, CASES["squares"].case(), "dp2", world=2)[0]
+    assert result.first is None
+    assert result.problem == "all_reduce over dp: 3 ran in step 1, 2 in step 0", result.problem
+
+
 @pytest.mark.parametrize("subject", CASES)
 def test_without_a_mutant(pool: Any, subject: str) -> None:
     case = CASES[subject].case()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
+
+from weft.core import ConfigError
 
 from .options import AsJson, NoCode, RunFile, Settings, exit_codes, load
 
@@ -25,6 +28,16 @@ def verify(
             help="fp64; or as trained, within a few roundings: bf16, or float8, by emulation."
         ),
     ] = "fp64",
+    deep: Annotated[
+        bool,
+        typer.Option(
+            "--deep",
+            help=(
+                "Also train 20 steps as weft train does, and resume: learning rates, clipping,"
+                " validation, checkpoints."
+            ),
+        ),
+    ] = False,
     as_json: AsJson = False,
     world: Annotated[
         int | None, typer.Option(min=1, help="Verify every layout of this many ranks.")
@@ -35,18 +48,28 @@ def verify(
     """Verify that loss, gradients and weights equal those of one device, and that the collectives
     are the predicted ones."""
     with exit_codes():
+        if deep and precision != "fp64":
+            problem = f"compares in float64, and --precision is {precision}"
+            raise ConfigError("--deep", deep, problem, "leave one of them out")
         # checked as it is verified: what else is set may need that
         low = {"precision.compute": '"bf16"'} if precision in ("bf16", "float8") else {}
         run = load(path, settings, further=low, no_code=no_code)
 
+        if deep and run.workers:
+            problem = "trains as ranks do, and [workers] has none"
+            raise ConfigError("--deep", deep, problem, "leave it out")
+
         from weft.core import Refusal
         from weft.train import check_run
         from weft.verification import (
+            coverage,
+            coverage_text,
             exact_sync,
             on_cpus,
             result_table,
             runnable_layouts,
             verified_precision,
+            verify_deep,
             verify_layouts,
         )
 
@@ -62,23 +85,24 @@ def verify(
         for key in ("async_tp", "offload_activations"):
             if getattr(run.train, key):
                 typer.echo(f"weft: train.{key} needs GPUs: verified without", err=True)
-        run = on_cpus(run)
+        written, run = run, on_cpus(run)
         refused: dict[str, Refusal] = {}
         check_run(run, layouts, refused.__setitem__ if len(layouts) > 1 else None)
         float8 = run.precision.float8
-        if verified_precision(run.precision, precision).float8 != float8:
+        verified = verified_precision(run.precision, precision)
+        if verified.float8 != float8:
             typer.echo(
                 f"weft: [precision] float8 = {float8!r} is left out: verified in {precision}."
                 " --precision float8 verifies it, by emulation",
                 err=True,
             )
-        exact = exact_sync(run.sync)
+        exact, changed = exact_sync(run.sync), ""
         if run.sync != exact:
-            typer.echo(
-                f"weft: [sync] {run.sync.name}, {run.sync.codec} changes numbers by design:"
-                f" verified with {exact.name}, {exact.codec}",
-                err=True,
+            changed = (
+                f"[sync] {run.sync.name}, {run.sync.codec} changes numbers by design:"
+                f" verified with {exact.name}, {exact.codec}"
             )
+            typer.echo(f"weft: {changed}", err=True)
         report = verify_layouts(
             run,
             layouts,
@@ -87,6 +111,16 @@ def verify(
             precision,
             refused,
         )
+        training = []
+        if deep:
+            planned = [axes for axes in layouts if axes not in refused]
+            training = verify_deep(
+                run, planned, lambda found: None if as_json else typer.echo(f"{found.text()}\n")
+            )
+        covered = coverage(written, count, verified, changed, training)
+        report = replace(report, training=tuple(training), covered=tuple(covered))
+        if not as_json:
+            typer.echo(f"{coverage_text(covered)}\n")
         typer.echo(report.json() if as_json else report.verdict())
         if not report.passed:
             raise typer.Exit(1)

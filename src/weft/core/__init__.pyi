@@ -160,6 +160,7 @@ from .toml import (
     table_error as table_error,
     toml_refusal as toml_refusal,
 )
+from .train_config import TrainConfig as TrainConfig
 from .version import __version__ as __version__
 from .whole_updates import (
     WholeUpdate as WholeUpdate,

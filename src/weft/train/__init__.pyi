@@ -2,6 +2,7 @@ from .build import (
     build_dataset as build_dataset,
     build_deferred as build_deferred,
     build_loss as build_loss,
+    build_lr_factor as build_lr_factor,
     build_model as build_model,
     build_optimizer as build_optimizer,
     build_plan as build_plan,
@@ -43,7 +44,7 @@ from .run_checks import (
     check_sizes as check_sizes,
     plan_without_weights as plan_without_weights,
 )
-from .run_folder import check_output as check_output
+from .run_folder import METRICS as METRICS, check_output as check_output
 from .run_lock import run_lock as run_lock
 from .tokenizer import train_bpe as train_bpe
 from .trainer import train as train

@@ -177,6 +177,7 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     found = _other_parameters(engine, reference)
     seen: list[Collective] = []
     compiled_seen: list[Collective] = []
+    other_step: str | None = None
     compiled = engine.compiled if isinstance(engine, Engine) and engine.compiled else None
     with Watchdog(_hang_s(case, layout, reference)) as watchdog:
         for step, loss in enumerate(reference.losses):
@@ -197,6 +198,8 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
                 with case.mode(), Audit(engine.mesh, engine.now) as audit:
                     result = engine.step(batch)
                 compiled_seen = audit.seen
+                if isinstance(engine, Engine) and compiled is None:
+                    other_step = other_step or _other_than_first(seen, audit.seen, step)
             watchdog.beat(f"step {step}")
             errors["loss"][f"loss of step {step}"] = error = error_ratio(
                 abs(float(result.loss) - loss), abs(loss)
@@ -215,7 +218,7 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
                 )
                 found += _first_of(updated, (step, "weight"), case.bounds.weight)
     last, problem = state_errors(engine, reference, case.bounds)
-    problem = "; ".join(reference.broken) or problem
+    problem = "; ".join(reference.broken) or problem or other_step
     found += _first_of(last, (len(reference.losses), "weight"), case.bounds.weight)
     errors["weight"] |= last
     predicted = (
@@ -238,6 +241,19 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     together = replace(together, compiled=counts)
     delayed, workers = reference.plan is not None, tuple(case.workers)
     return replace(together, delayed=delayed, workers=workers, bounds=case.bounds)
+
+
+def _other_than_first(first: list[Collective], now: list[Collective], step: int) -> str | None:
+    """What a step sends otherwise than the first, which is compared with the prediction. How many
+    bytes experts exchange, the data say."""
+    before, after = (Counter((c.kind, c.axis) for c in seen) for seen in (first, now))
+    for kind, axis in sorted(before | after):
+        if before[kind, axis] != after[kind, axis]:
+            return (
+                f"{kind} over {axis}: {after[kind, axis]} ran in step {step},"
+                f" {before[kind, axis]} in step 0"
+            )
+    return None
 
 
 def _compiled_problem(

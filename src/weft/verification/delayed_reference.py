@@ -19,7 +19,8 @@ from .activation_recorder import record_activations
 from .case import Case
 from .plain.draw_laws import DrawLaws
 from .plain.functions import PlainFunctions
-from .reference import Reference, keep_final_state, known_positions, loss_of, prepare_plain
+from .plain_run import known_positions, loss_of, prepare_plain
+from .reference import Reference, final_state
 
 
 def run_delayed(case: Case, layout: str, steps: int) -> Reference:
@@ -90,7 +91,7 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
         found.norms.append(0.0)
         if step == 0:
             found.updated = {n: p.detach().clone() for n, p in params.items()}
-    keep_final_state(found, model, [o for o in optimizers if o is not None], params)
+    found.final = final_state(model, [o for o in optimizers if o is not None], params)
     found.broken = (*laws.broken, *case.order_faults())
     return found
 

@@ -5,23 +5,31 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from math import isfinite
+from typing import Any
 
 from .compare import LayoutResult
+from .coverage import Covered
 from .difference import Bounds
+from .training_check import TrainingResult
 
 Totals = dict[tuple[str, str], tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """The results of all layouts."""
+    """The results of all layouts. `training`: of runs as `weft train` makes them, if they were
+    compared. `covered`: what that checks of a run."""
 
     results: tuple[LayoutResult, ...]
     steps: int
+    training: tuple[TrainingResult, ...] = ()
+    covered: tuple[Covered, ...] = ()
 
     @property
     def passed(self) -> bool:
-        return all(result.passed for result in self.results)
+        return all(result.passed for result in self.results) and all(
+            result.passed for result in self.training
+        )
 
     def text(self) -> str:
         """A table per layout, and a last line that says whether all agree."""
@@ -48,6 +56,9 @@ class VerifyReport:
             if not bad
             else "; these do not: " + ", ".join(bad)
         )
+        trained = [result.layout for result in self.training if not result.passed]
+        if trained:
+            tail += f"; trained otherwise than one device: {', '.join(trained)}"
         return verdict + tail
 
     def json(self) -> str:
@@ -69,7 +80,14 @@ class VerifyReport:
             }
             for r in self.results
         ]
-        return json.dumps({"layouts": layouts, "passed": self.passed}, indent=2)
+        found: dict[str, Any] = {"layouts": layouts}
+        if self.training:
+            found["training"] = [
+                {**asdict(result), "passed": result.passed} for result in self.training
+            ]
+        if self.covered:
+            found["covered"] = [asdict(row) for row in self.covered]
+        return json.dumps({**found, "passed": self.passed}, indent=2)
 
 
 def _number(error: float) -> float | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from math import inf, isfinite, sqrt
 
 from torch import Tensor
 
-from weft.core import Chunk, chunks_of, coverage_flaw, gather_json
+from weft.core import Chunk, chunks_of, coverage_flaw, gather_json, whole_shard
 from weft.engine import TrainingEngine, local_tensor
 
 from .case import Case
@@ -185,7 +186,7 @@ def state_errors(
                     f"{piece.name} does not lie as its parameter: a rank holds {here} of"
                     f" {piece.shape}"
                 )
-            floor = Bounds.small * _norm_like(piece.name, reference)
+            floor = Bounds.small * _norm_like(piece.name, reference.final)
             error = tensor_error(piece.tensor, piece.chunks, want, floor)
             of_optimizer = piece.name.startswith("optimizer/")
             errors[f"{piece.name} after the last step"] = error * (
@@ -197,10 +198,9 @@ def state_errors(
     return errors, problem or coverage
 
 
-def _norm_like(name: str, reference: Reference) -> float:
+def _norm_like(name: str, final: Mapping[str, Tensor]) -> float:
     """The norm of all state of the same kind: of all second moments; of a buffer its own. A running
     mean is as large as what it is subtracted from: behind another norm it is rounding alone."""
-    final = reference.final
     if not name.startswith("optimizer/"):
         norm, scope = norms_of({name: final[name]})[0], name.rpartition(".")[0]
         variance = final.get(f"{scope}.running_var") if name == f"{scope}.running_mean" else None
@@ -209,6 +209,40 @@ def _norm_like(name: str, reference: Reference) -> float:
     return norms_of(
         {k: v for k, v in final.items() if k.startswith("optimizer/") and k.endswith("/" + kind)}
     )[0]
+
+
+def saved_state_errors(
+    saved: Mapping[str, Tensor],
+    final: Mapping[str, Tensor],
+    weights: Collection[str],
+    noise: Collection[str],
+    bounds: Bounds,
+) -> dict[str, float]:
+    """Errors of what a checkpoint holds, by name, those of weights first.
+
+    Args:
+        saved: whole weights, buffers, optimizer state.
+        final: the same of one device.
+        weights: the names of parameters.
+        noise: those whose gradients are rounding alone.
+        bounds: within which both are equal.
+    """
+    _, typical = norms_of({name: final[name] for name in weights})
+    errors = {}
+    for name in sorted(final.keys() | saved.keys(), key=lambda n: (n not in weights, n)):
+        of_optimizer = name.startswith("optimizer/")
+        if name not in final or name not in saved:
+            if not of_optimizer:  # else a gradient that never came
+                errors[f"{name} (on one side only)"] = inf
+            continue
+        floor = bounds.typical * typical * sqrt(final[name].numel())
+        if name not in weights:
+            floor = bounds.small * _norm_like(name, final)
+        parts = whole_shard(name, saved[name]).chunks
+        error = tensor_error(saved[name], parts, final[name], floor)
+        follows = name in noise or (noise and name not in weights and not of_optimizer)
+        errors[name] = error * (OF_NOISE if follows else 1.0)
+    return errors
 
 
 def coverage_gap(held: dict[str, list], reference: Reference) -> str | None:

@@ -29,6 +29,7 @@ from .case import Batch, Case
 from .compare import LayoutResult
 from .plain.samples import order_faults, whole_batch_of
 from .report import VerifyReport
+from .training_check import TrainingResult, verify_training
 from .verify_model import SGD_LR, check_precision, verify_case
 
 
@@ -56,6 +57,21 @@ def verify_layouts(
     update = {"precision": table, "sync": exact_sync(run.sync)}
     case = make_case(on_cpus(run).model_copy(update=update))
     return verify_case(case, layouts, steps, done, refused)
+
+
+def verify_deep(
+    run: RunConfig, layouts: Sequence[str], done: Callable[[TrainingResult], None]
+) -> list[TrainingResult]:
+    """Hold what `weft train` does of a run under each layout, in float64, to one device's
+    definition. `done` gets each result when it is there."""
+    return verify_training(*deep_case(run), layouts, done)
+
+
+def deep_case(run: RunConfig) -> tuple[RunConfig, Case, Callable[[int], Batch]]:
+    """The run in float64, its Case, and the whole batches of a validation by their number."""
+    table = verified_precision(run.precision, "fp64")
+    exact = on_cpus(run).model_copy(update={"precision": table, "sync": exact_sync(run.sync)})
+    return exact, make_case(exact), _Batches(exact, "val").whole
 
 
 def on_cpus(run: RunConfig) -> RunConfig:
@@ -115,11 +131,12 @@ class _Batches:
     """The batches that training would take, from the loader that training uses."""
 
     run: RunConfig
+    split: str = "train"
     dataset: Dataset | None = field(default=None, repr=False)
 
     def held(self) -> Dataset:
         if self.dataset is None:
-            self.dataset = build_dataset(self.run)
+            self.dataset = build_dataset(self.run, self.split)
         return self.dataset
 
     def __call__(self, step: int, data_rank: int, data_size: int) -> Batch:

@@ -62,13 +62,13 @@ class PlainExperts:
         return count
 
     @torch.no_grad()
-    def move(self) -> None:
+    def move(self, taken: bool = True) -> None:
         """A step has ended: experts with fewer tokens than the mean are preferred a little more
-        (Wang et al. 2024)."""
+        (Wang et al. 2024), if it was `taken`."""
         for bias in self._biases:
             load = self._loads[bias]
             mean = float(load.mean())
-            for expert, tokens in enumerate(load.tolist()):
+            for expert, tokens in enumerate(load.tolist() if taken else ()):
                 bias.state[0, expert] += bias.rate * ((tokens < mean) - (tokens > mean))
             load.zero_()
 

@@ -1,0 +1,89 @@
+"""Which of the things that a run does `weft verify` has checked, and what checks the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weft.core import OFF, PrecisionConfig, RunConfig
+
+from .difference import BOUNDS
+from .training_check import TrainingResult
+
+CHECKED, DEEP, NOT = "checked", "with --deep", "not checked"
+
+
+@dataclass(frozen=True)
+class Covered:
+    """Something that the run does, and how: CHECKED, DEEP or NOT."""
+
+    how: str
+    what: str
+
+
+def coverage(
+    run: RunConfig,
+    steps: int,
+    precision: PrecisionConfig,
+    changed: str,
+    trained: Sequence[TrainingResult] = (),
+) -> list[Covered]:
+    """What verify checks of a run.
+
+    Args:
+        run: the run as its user wrote it.
+        steps: that were compared.
+        precision: that they were compared in.
+        changed: how [sync] differs; "" if it does not.
+        trained: of training, if that was compared, too.
+    """
+    t, dtype = run.train, BOUNDS[_name(precision)].precision
+    rows = [
+        Covered(
+            CHECKED, f"loss, gradients, weights, optimizer state, buffers: {steps} steps, {dtype}"
+        ),
+        Covered(CHECKED, "the samples of each step, and the order of three epochs"),
+        Covered(CHECKED, "dropout and random numbers: the same on every layout; their laws"),
+    ]
+    collectives = "collectives: bytes of the first step, kinds and counts of every step"
+    if run.workers:
+        rows.append(Covered(NOT, "calls between the driver and its workers"))
+    else:
+        rows.append(Covered(CHECKED, collectives))
+    deep = CHECKED if trained else DEEP
+    happened = {what for result in trained for what in result.happened}
+    rises = f"{t.warmup} steps of warm-up, " if t.warmup else ""
+    rows.append(Covered(deep, f"learning rate: {rises}{t.decay}"))
+    for key, what in (
+        ("clip", "clipping, below and above the norm"),
+        ("skip", "steps left out by train.skip"),
+        ("rollback", "steps taken back by train.rollback"),
+    ):
+        if getattr(t, key) is not None:
+            rows.append(Covered(NOT if trained and key not in happened else deep, what))
+    if t.eval_every:
+        rows.append(Covered(deep, "validation"))
+    rows.append(Covered(deep, "saving; resuming on the same layout and on others"))
+    name = _name(run.precision)
+    if name != _name(precision):
+        how = f": with --precision {name}" if name in BOUNDS else ""
+        rows.append(Covered(NOT, f"rounding in {name}, which the run computes in{how}"))
+    rows += [Covered(NOT, changed)] if changed else []
+    for key in ("async_tp", "offload_activations"):
+        if getattr(t, key):
+            rows.append(Covered(NOT, f"train.{key}, which needs GPUs"))
+    return [*rows, Covered(NOT, "speed and memory")]
+
+
+def coverage_text(rows: list[Covered]) -> str:
+    """A table."""
+    lines = [f"  {row.how:<13}{row.what}" for row in sorted(rows, key=_order)]
+    return "\n".join(["what this run does", *lines])
+
+
+def _order(row: Covered) -> int:
+    return (CHECKED, DEEP, NOT).index(row.how)
+
+
+def _name(precision: PrecisionConfig) -> str:
+    return precision.compute if precision.float8 == OFF else "float8"

@@ -1,0 +1,295 @@
+"""One device, in plain PyTorch: a model as its user wrote it, its gradients and its updates, with
+torch's own functions and definitions of `plain`.
+
+Of weft it takes what is data: the plan's microbatches and blocks, dropout masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from weft._torch.trees import tree_flatten
+from weft.core import Plan
+from weft.engine import LazyBatch, Loss
+from weft.nn import (
+    Randomness,
+    count_labels,
+    is_whole_batch,
+    model_arguments,
+    named_inputs,
+    weighed_loss,
+)
+from weft.parallel import Mesh, call_forwards_with_hooks, cast_arguments, parallelize
+
+from .activation_recorder import ActivationRecorder, record_activations
+from .case import Case
+from .plain.draw_laws import DrawLaws
+from .plain.experts import PlainExperts
+from .plain.functions import PlainFunctions
+from .plain.losses import plain_loss
+from .plain.places import name_places
+
+Batch = dict[str, Tensor]
+
+
+class NeedsMicrobatches(Exception):
+    """The microbatch is part of what the model computes, and the whole batch went through it."""
+
+
+@dataclass
+class StepRecord:
+    """What is kept of a step whose modules are compared.
+
+    `traces`: one per piece of the batch. `labels`: of each cross-entropy, for one sample.
+    `loss_bytes`: of each tensor of all samples that a whole-batch loss gets: its place in the
+    output (-1: of the batch), and its bytes.
+    """
+
+    traces: list[ActivationRecorder] = field(default_factory=list)
+    labels: tuple[float, ...] = ()
+    loss_bytes: tuple[tuple[int, int], ...] = ()
+
+
+class PlainRun:
+    """A case on this process alone: `gradients`, then `update`, step after step.
+
+    The whole batch goes through at once, unless the microbatch is part of what is computed: with
+    batch norms, `routing.shares` of experts, or a forward that changes weights or buffers. The
+    last two are seen in the first step, if it is recorded.
+
+    Args:
+        case: model, loss and optimizer.
+        in_microbatches: whether microbatches go through one by one.
+    """
+
+    def __init__(self, case: Case, in_microbatches: bool = False):
+        self.case, self.model = case, case.model().train()
+        self.plan = case.lay(self.model, "dp1")
+        self.inputs = case.inputs if case.inputs is not None else named_inputs(self.model)
+        self.randomness, self.laws = Randomness(case.seed), DrawLaws()
+        self.experts = prepare_plain(case, self.model, self.plan, self.randomness)
+        self.masters = Masters(self.model, self.plan)
+        named = [(n, p) for n, p in self.params.items() if p.requires_grad]
+        self.optimizer = case.optimizer(named)
+        norms = any(isinstance(m, _BatchNorm) for m in self.model.modules())
+        self.in_microbatches = in_microbatches or norms
+
+    @property
+    def params(self) -> dict[str, nn.Parameter]:
+        """What the optimizer updates, by name."""
+        return self.masters.named
+
+    @property
+    def pieces(self) -> int:
+        """Into how many a batch is divided."""
+        return self.plan.accumulate if self.in_microbatches else 1
+
+    def gradients(
+        self, step: int, batch: Batch, record: StepRecord | None = None
+    ) -> tuple[float, float]:
+        """(mean loss, weight) of a batch, whose mean gradients the parameters have then.
+
+        Args:
+            step: its number, of which dropout masks depend.
+            batch: all samples.
+            record: gets what modules compute. Raises NeedsMicrobatches.
+        """
+        self.optimizer.zero_grad()
+        self.masters.round()
+        size, whole = self.plan.batch // self.pieces, is_whole_batch(self.case.loss)
+        loss_sum, weight = (
+            torch.zeros((), dtype=torch.float64),
+            torch.zeros((), dtype=torch.float64),
+        )
+        outputs: list[Any] = []  # of a loss over the whole batch
+        added: list[Tensor] = []  # losses of gates
+        for piece in range(self.pieces):
+            micro = {key: value[piece * size : (piece + 1) * size] for key, value in batch.items()}
+            self.randomness.begin(step, list(range(piece * size, (piece + 1) * size)))
+            kept = record is not None and self.pieces < self.plan.accumulate
+            before = _state_of(self.model) if kept else None
+            recorded, trace = ExitStack(), None  # with its backward, which may run forwards again
+            with self.case.mode():
+                if record is not None:
+                    trace = recorded.enter_context(record_activations(self.model, size))
+                with self._functions(micro, trace).active() as functions:
+                    output = self._forward(micro)
+                    added += functions.added
+                    if not whole:
+                        part, count, labels = loss_of(self.case.loss, output, micro)
+                        if record is not None:
+                            record.labels = record.labels or tuple(n / size for n in labels)
+                    elif piece == self.pieces - 1:
+                        together, nbytes = _together([*outputs, output], size)
+                        read = LazyBatch(batch, batch.__getitem__)
+                        part, count = weighed_loss(self.case.loss, together, read)
+                        nbytes += [(-1, entry.nbytes) for entry in read.read.values()]
+                        if record is not None:
+                            record.loss_bytes = tuple(nbytes)
+            if before is not None and not _same_state(before, self.model):
+                raise NeedsMicrobatches
+            outputs.append(output)
+            if not whole:
+                sum(added, part).backward()
+                added.clear()
+                self.masters.add()
+            if not whole or self.pieces > 1:
+                recorded.close()
+            if trace is not None and record is not None:
+                record.traces.append(trace)
+                shares = any(each.what == "shares" for each in trace.asked)
+                if shares and self.pieces < self.plan.accumulate:
+                    raise NeedsMicrobatches
+            if not whole:
+                loss_sum += part.detach()
+                weight += torch.as_tensor(count).detach()
+        if whole:
+            sum(added, part).backward()
+            recorded.close()
+            self.masters.add()
+            loss_sum, weight = part.detach().double(), torch.as_tensor(count).detach().double()
+        for p in self.params.values():
+            if p.grad is not None:
+                p.grad /= weight
+        return float(loss_sum / weight), float(weight)
+
+    def update(self, clip: float | None, taken: bool = True) -> None:
+        """The end of a step, which may not be taken."""
+        if taken:
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(self.params.values(), clip)
+            self.optimizer.step()
+        self.experts.move(taken)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """The mean loss, in evaluation mode, over all that counts in these batches."""
+        loss_sum = weight = 0.0
+        self.model.eval()
+        for batch in batches:
+            with self.case.mode(), self._functions(batch, None).active():
+                part, count, _ = loss_of(self.case.loss, self._forward(batch), batch)
+            loss_sum, weight = loss_sum + float(part), weight + float(count)
+        self.model.train()
+        return loss_sum / weight
+
+    def _functions(self, batch: Batch, trace: ActivationRecorder | None) -> PlainFunctions:
+        seen, asked = (trace.attention, trace.ask) if trace is not None else (None, None)
+        known = known_positions(self.inputs, batch)
+        return PlainFunctions(self.randomness, self.laws, seen, asked, known)
+
+    def _forward(self, batch: Batch) -> Any:
+        given = cast_arguments(self.plan.dtypes, model_arguments(self.inputs, batch))
+        return self.model(**given)
+
+
+def needs_microbatches(case: Case) -> bool:
+    """Whether the microbatch is part of what the case computes."""
+    run = PlainRun(case)
+    try:
+        run.gradients(0, case.whole_batch_of(0), StepRecord())
+    except NeedsMicrobatches:
+        return True
+    return run.in_microbatches
+
+
+def prepare_plain(case: Case, model: nn.Module, plan: Plan, randomness: Randomness) -> PlainExperts:
+    """Make a model the reference's: as its user wrote it, but that calls of dropout know their
+    places, and weft's mixtures of experts compute by their definition. Below float64 weft's rule of
+    what is computed in which precision is part of what is verified, and holds here too."""
+    for module in model.modules():  # optimizers take dense gradients, which have the same numbers
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            module.sparse = False
+    experts = PlainExperts(model, compute=case.precision == "fp64")
+    if case.precision == "fp64":
+        call_forwards_with_hooks(model)  # which record what is compared
+    else:
+        parallelize(plan, model, Mesh(plan.layout, torch.device("cpu"), alone=True), randomness)
+    name_places(model, plan, randomness)
+    return experts
+
+
+def loss_of(loss: Loss, output: Any, batch: Batch) -> tuple[Tensor, Any, Sequence[int]]:
+    """(sum, weight, labels of each cross-entropy): by the definition where it is one of weft's."""
+    plain = plain_loss(loss)
+    if plain is None:
+        with count_labels() as counted:
+            total, weight = weighed_loss(loss, output, batch)
+        return total, weight, counted
+    total, weight, labels = plain(output, batch)
+    return total, weight, [labels] if labels else []
+
+
+def _together(outputs: Sequence[Any], size: int) -> tuple[Any, list[tuple[int, int]]]:
+    """(the output of all samples, place and bytes of each tensor with a row for each). `outputs`:
+    of `size` samples each. What has no rows is the first one's."""
+    flat = [tree_flatten(output) for output in outputs]
+    leaves, nbytes = list[Any](), list[tuple[int, int]]()
+    for parts in zip(*(leaves for leaves, _ in flat), strict=True):
+        leaf = parts[0]
+        if isinstance(leaf, Tensor) and leaf.shape[:1] == (size,):
+            leaf = torch.cat(parts)
+            nbytes.append((len(leaves), leaf.nbytes))
+        leaves.append(leaf)
+    return flat[0][1](leaves), nbytes
+
+
+def _state_of(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    state = (*model.named_buffers(), *model.named_parameters())
+    return {name: (tensor, tensor.detach().clone()) for name, tensor in state}
+
+
+def _same_state(before: Mapping[str, tuple[Tensor, Tensor]], model: nn.Module) -> bool:
+    """Whether a forward has left buffers and weights as they were."""
+    now = dict((*model.named_buffers(), *model.named_parameters()))
+    return now.keys() == before.keys() and all(
+        now[name] is tensor and torch.equal(tensor.detach(), was)
+        for name, (tensor, was) in before.items()
+    )
+
+
+class Masters:
+    """The parameters of a model as an optimizer updates them, by name. In bf16 the model computes
+    with roundings of these, and each microbatch's gradients are added in float32; else they are the
+    model's own."""
+
+    def __init__(self, model: nn.Module, plan: Plan):
+        self.low, self._model = plan.dtypes.low, dict(model.named_parameters())
+        self.named = self._model
+        if self.low:
+            self.named = {
+                n: nn.Parameter(p.detach().clone(), p.requires_grad) for n, p in self._model.items()
+            }
+            for p in self._model.values():
+                p.data = p.data.to(plan.dtypes.computed(p.dtype))
+
+    def round(self) -> None:
+        for name, p in self._model.items() if self.low else ():
+            p.data.copy_(self.named[name].detach())
+
+    def add(self) -> None:
+        for name, p in self._model.items() if self.low else ():
+            if p.grad is not None:
+                master, grad = self.named[name], p.grad.float()
+                master.grad = grad if master.grad is None else master.grad + grad
+                p.grad = None
+
+    def restore(self) -> None:
+        for name, p in self._model.items() if self.low else ():
+            p.data = self.named[name].detach()
+
+
+def known_positions(inputs: Sequence[str], batch: Batch) -> list[Tensor]:
+    """Positions that ranks which share a sequence know whole: entries [b, s] of the batch, and
+    their count if the model takes it."""
+    found = [value for key, value in batch.items() if key in inputs and value.ndim == 2]
+    if found and "position_ids" in inputs and "position_ids" not in batch:
+        found.append(torch.arange(found[0].shape[1]).expand_as(found[0]))
+    return found

@@ -1,0 +1,345 @@
+"""`weft verify --deep`: runs as `weft train` makes them, beside one device's definition of them.
+
+Each layout trains a short run of its own by `weft.train.train`, with its checkpoints, then once
+more from one of them, and so do other layouts. What such a run writes is compared: its metrics and
+its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.checkpoint import CHECKPOINTS, CheckpointReader, checkpoint_path, read_index
+from weft.core import RunConfig, WorkerDied
+from weft.engine import Float64Mode
+from weft.launch import run_workers
+from weft.train import METRICS, build_lr_factor, check_run, on_own_layout, train
+
+from .case import Batch, Case, to_float64
+from .difference import Bounds
+from .plain.outliers import SEEN
+from .plain.rates import rate_factor
+from .plain_run import needs_microbatches
+from .tensor_errors import error_ratio, saved_state_errors
+from .training_reference import Trajectory, reachable_limits, train_plainly
+
+STEPS = 20
+MORE_STEPS = 8  # for outliers, which are told from step 17 on
+MOST_RATES = 10_000  # steps whose learning rates are computed
+MOST_BATCHES = 8  # of a validation
+KEYS = ("lr", "loss", "grad_norm", "skipped", "batches_left_out", "val_loss")
+
+
+@dataclass(frozen=True)
+class Proof:
+    """One thing that a run did, and whether it was right."""
+
+    what: str
+    shown: str
+    equal: bool = True
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What was proven of training under a layout."""
+
+    layout: str
+    proofs: tuple[Proof, ...]
+    happened: tuple[str, ...] = ()  # of clip, skip, rollback
+
+    @property
+    def passed(self) -> bool:
+        return all(proof.equal for proof in self.proofs)
+
+    def text(self) -> str:
+        """A table."""
+        mark = "equal" if self.passed else "DIFFERENT"
+        rows = [f"  {proof.what:<18}{proof.shown}" for proof in self.proofs]
+        return "\n".join([f"{self.layout}, as weft train runs it: {mark}", *rows])
+
+
+@dataclass(frozen=True)
+class TrainingDefinition:
+    """A short run, and what one device does in it."""
+
+    run: RunConfig
+    trajectory: Trajectory
+
+    @property
+    def step(self) -> int:
+        """Of the first checkpoint."""
+        return self.run.checkpoint.every
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """What a run has written: per step what KEYS name, and its last checkpoint."""
+
+    lines: dict[int, dict[str, float]]
+    tensors: dict[str, Tensor]
+    scalars: dict[str, Any]
+
+
+def verify_training(
+    run: RunConfig,
+    case: Case,
+    validation: Callable[[int], Batch],
+    layouts: Sequence[str],
+    done: Callable[[TrainingResult], None],
+) -> list[TrainingResult]:
+    """Hold training under each layout to one device's.
+
+    Args:
+        run: the run, in float64.
+        case: its model, samples, loss, optimizer.
+        validation: the whole batch of this number of a validation.
+        layouts: the layouts.
+        done: gets each result when it is there.
+    """
+    defined = define_training(run, case, validation)
+    happened = tuple(sorted({what for each in defined for what in each.trajectory.happened}))
+    results = []
+    with tempfile.TemporaryDirectory(prefix="weft-verify-") as folder:
+        alone = Path(folder, "alone")
+        on_one = _train(on_own_layout(defined[0].run, "dp1"), alone)
+        for number, layout in enumerate(layouts):
+            (plan,) = check_run(on_own_layout(run, layout))
+            if plan.schedule.versions:
+                late = "it updates weights late, as weft verify without --deep checks"
+                proofs = [Proof("not compared", late)]
+            else:
+                here = Path(folder, str(number))
+                proofs = training_proofs(defined[0], layout, here)
+                for another in defined[1:]:
+                    proofs += training_proofs(another, layout, here / "rollback")
+                proofs += other_layout_proofs(defined[0], layout, here, alone)
+                steps = f"{defined[0].run.train.steps} steps"
+                proofs.append(_proof(steps, on_one, defined[0].trajectory, note="on dp1: "))
+            results.append(TrainingResult(layout, tuple(proofs), happened))
+            done(results[-1])
+    return results
+
+
+def define_training(
+    run: RunConfig, case: Case, validation: Callable[[int], Batch]
+) -> list[TrainingDefinition]:
+    """What one device does in one or two short runs; arguments as of `verify_training`."""
+    short = short_run(run)
+    case = replace(case, build=partial(_drawn_in_float64, case.build))
+    batches = [to_float64(validation(n)) for n in range(short.train.eval_batches)]
+    found: list[TrainingDefinition] = run_workers(_train_by_definition, 1, case, short, batches)[0]
+    return found
+
+
+def short_run(run: RunConfig) -> RunConfig:
+    """The run with few steps, in which all that it does happens. Its schedule is as long as it."""
+    t = run.train
+    steps = STEPS if t.skip is None and t.rollback is None else STEPS + MORE_STEPS
+    warmup = min(steps // 2, max(2, round(t.warmup * steps / t.steps))) if t.warmup else 0
+    train = {
+        "steps": steps,
+        "warmup": warmup,
+        "eval_every": 5 if t.eval_every else 0,
+        "eval_batches": min(t.eval_batches, MOST_BATCHES) if t.eval_every else 0,
+        "log_every": 1,
+        "sample_tokens": 0,
+    }
+    every = random.Random(t.seed).randint(3, 9)
+    save = {"every": every, "keep": steps, "keep_every": 0, "restarts": 0}
+    update = {"train": t.model_copy(update=train)}
+    return run.model_copy(update={**update, "checkpoint": run.checkpoint.model_copy(update=save)})
+
+
+def rate_faults(run: RunConfig) -> list[str]:
+    """What is wrong with the learning rates of the whole run."""
+    t, factor = run.train, build_lr_factor(run)
+    for step in range(0, t.steps, max(1, t.steps // MOST_RATES)):
+        want = rate_factor(step, t.steps, t.warmup, t.decay, t.min_lr_ratio)
+        if abs(factor(step) - want) > 1e-12:
+            return [f"learning rate of step {step}: factor {factor(step):.9g}, not {want:.9g}"]
+    return []
+
+
+def _drawn_in_float64(build: Callable[[], nn.Module]) -> nn.Module:
+    """A run builds its model where all is float64."""
+    with Float64Mode():
+        return build()
+
+
+def _train_by_definition(
+    case: Case, run: RunConfig, validation: Sequence[Batch]
+) -> list[TrainingDefinition]:
+    every = run.checkpoint.every
+    in_microbatches = needs_microbatches(case)
+
+    def train_with(rules: Any) -> Trajectory:
+        return train_plainly(case, rules, every, validation, in_microbatches)
+
+    runs = reachable_limits(run.train, train_with)
+    return [TrainingDefinition(run.model_copy(update={"train": t}), found) for t, found in runs]
+
+
+# ---- runs of weft train --------------------------------------------------------------------------
+
+
+def _train(run: RunConfig, folder: Path, begin: Path | None = None) -> _Trained | str:
+    """Train in `folder`; from the first checkpoint of the run in `begin`, if it is given. What went
+    wrong, in its place."""
+    step = run.checkpoint.every
+    if begin is not None:
+        saved = checkpoint_path(Path(CHECKPOINTS), step)
+        shutil.copytree(begin / saved, folder / saved)
+    try:
+        run_workers(
+            _quietly, run.world, run.model_copy(update={"output": str(folder)}), bool(begin)
+        )
+    except WorkerDied as error:
+        return f"does not run: {error.report.strip().splitlines()[-1]} (rank {error.rank})"
+    lines: dict[int, dict[str, float]] = {}
+    for text in (folder / METRICS).read_text(encoding="utf-8").splitlines():
+        line = json.loads(text)
+        lines.setdefault(line["step"], {}).update({k: line[k] for k in KEYS if k in line})
+    contents = read_index(folder / CHECKPOINTS)
+    with CheckpointReader(checkpoint_path(folder / CHECKPOINTS, contents.step), contents) as reader:
+        tensors = {name: reader.read_tensor(name) for name in contents.tensors}
+    return _Trained(lines, tensors, contents.scalars)
+
+
+def _quietly(run: RunConfig, resume: bool) -> None:
+    said = io.StringIO()
+    with Float64Mode(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        train(run, resume)
+
+
+# ---- what is compared ----------------------------------------------------------------------------
+
+
+def training_proofs(defined: TrainingDefinition, layout: str, folder: Path) -> list[Proof]:
+    """That a run on a layout does what one device does, and so does one that goes on from its
+    checkpoint. The runs are in `folder`."""
+    run = on_own_layout(defined.run, layout)
+    whole = _train(run, folder / "whole")
+    proofs = [_proof(f"{run.train.steps} steps", whole, defined.trajectory)]
+    proofs += _exercised(run, defined.trajectory)
+    if isinstance(whole, _Trained):
+        again = _train(run, folder / "again", folder / "whole")
+        proofs.append(_same_proof(f"resumed at {defined.step}", again, whole, defined.step))
+    return proofs
+
+
+def other_layout_proofs(
+    defined: TrainingDefinition, layout: str, folder: Path, alone: Path
+) -> list[Proof]:
+    """That a checkpoint of this layout, below `folder`, goes on on one device; and one device's,
+    below `alone`, on this layout."""
+    here, one = (on_own_layout(defined.run, each) for each in (layout, "dp1"))
+    step, found = defined.step, list[Proof]()
+    for note, run, begin in (("on dp1: ", one, folder / "whole"), ("from dp1: ", here, alone)):
+        if checkpoint_path(begin / CHECKPOINTS, step).exists():
+            other = _train(run, folder / note.split()[0], begin)
+            found.append(_proof(f"resumed at {step}", other, defined.trajectory, step, note))
+    return found
+
+
+def _exercised(run: RunConfig, wanted: Trajectory) -> list[Proof]:
+    """What happened in the steps."""
+    t, found = run.train, list[Proof]()
+    faults = rate_faults(run)
+    rises = f"rises over {t.warmup} steps, " if t.warmup else ""
+    shown = "; ".join(faults) or f"{rises}{t.decay}"
+    found.append(Proof("learning rate", shown, not faults))
+    if t.clip is not None:
+        shown = f"{len(wanted.clipped)} of {t.steps} steps, at norm {t.clip:.4g}"
+        found.append(Proof("clipped", shown))
+    if t.skip is not None:
+        found.append(Proof("skipped", f"{wanted.skipped} steps, at {t.skip:.4g} times the median"))
+    if t.rollback is not None:
+        shown = f"{wanted.taken_back} times, at {t.rollback:.4g} times the median"
+        found.append(Proof("rolled back", shown))
+    if t.eval_every:
+        shown = f"{len(wanted.validations)} times, {t.eval_batches} batches each"
+        found.append(Proof("validated", shown))
+    return found
+
+
+def _proof(
+    what: str, found: _Trained | str, wanted: Trajectory, after: int = 0, note: str = ""
+) -> Proof:
+    """That a run did what one device does in the steps `after` one."""
+    if isinstance(found, str):
+        return Proof(what, note + found, equal=False)
+    worst, first, bounds = 0.0, None, Bounds()
+    for step, line in wanted.lines.items():
+        want = {
+            **line,
+            **({"val_loss": wanted.validations[step]} if step in wanted.validations else {}),
+        }
+        got = found.lines.get(step, {})
+        for key in KEYS if step > after else ():
+            error = _error_of(got.get(key), want.get(key))
+            worst = max(worst, error)
+            if first is None and not error < bounds.loss:
+                both = f"{_shown(got.get(key))}, one device has {_shown(want.get(key))}"
+                first = f"{key} of step {step}: {both}"
+    for scalar, values in (("norms", wanted.norms), ("losses", wanted.losses)):
+        kept = found.scalars.get(scalar, [])
+        same = len(kept) == len(values[-SEEN:])
+        off = [_error_of(was, value) for was, value in zip(kept, values[-SEEN:], strict=same)]
+        if first is None and not (same and all(error < bounds.loss for error in off)):
+            first = f"the checkpoint's {scalar}"
+    names = wanted.weights, wanted.noise
+    for name, error in saved_state_errors(found.tensors, wanted.final, *names, bounds).items():
+        worst = max(worst, error)
+        if first is None and not error < bounds.weight:
+            first = f"{name} after the last step"
+    return Proof(
+        what, f"{note}{worst:.2e}{f'  first difference: {first}' if first else ''}", not first
+    )
+
+
+def _error_of(got: float | None, want: float | None) -> float:
+    if got is None or want is None:
+        return 0.0 if got is want else inf
+    return error_ratio(abs(got - want), abs(want))
+
+
+def _shown(value: float | None) -> str:
+    return "none" if value is None else f"{value:.9g}"
+
+
+def _same_proof(what: str, again: _Trained | str, whole: _Trained, after: int) -> Proof:
+    """That a resumed run wrote the same bits as the run that was not interrupted."""
+    if isinstance(again, str):
+        return Proof(what, again, equal=False)
+    for step, line in whole.lines.items():
+        for key in KEYS if step > after else ():
+            was, now = line.get(key), again.lines.get(step, {}).get(key)
+            if was != now:
+                shown = f"{key} of step {step}: {_shown(now)}, and had {_shown(was)}"
+                return Proof(what, shown, equal=False)
+    for name, tensor in whole.tensors.items():
+        if name not in again.tensors or not _same_bits(tensor, again.tensors[name]):
+            return Proof(what, f"{name} is another one after the last step", equal=False)
+    for name in sorted(again.scalars.keys() ^ whole.scalars.keys()) or [
+        n for n, value in whole.scalars.items() if again.scalars[n] != value
+    ]:
+        return Proof(what, f"the checkpoint's {name} is another one", equal=False)
+    return Proof(what, "bit for bit")
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)

@@ -1,0 +1,199 @@
+"""What `weft train` does beside gradients, on one device and by its definition: learning rates,
+clipping, steps that are skipped or taken back, validation, and which samples a step has then."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from statistics import median
+from typing import Any
+
+from torch import Tensor
+
+from weft.core import TrainConfig
+
+from .case import Batch, Case
+from .plain.outliers import times_usual
+from .plain.rates import rate_factor
+from .plain_run import PlainRun
+from .reference import final_state, norms_of
+from .tensor_errors import NOISE
+
+MOST_BACK = 3  # to one checkpoint, after which a run gives up
+
+Line = dict[str, float]  # of metrics.jsonl
+
+
+class GivesUp(Exception):
+    """The run would end with an error."""
+
+
+@dataclass
+class Trajectory:
+    """A whole run.
+
+    `lines`: of each step, `validations` of those that have one; both as metrics.jsonl has them.
+    `norms`: of all gradients of each step. `times`: how many times the usual norm and loss were,
+    in the order in which steps were taken. `final`: weights, buffers, optimizer state. `noise`:
+    weights whose gradients are rounding alone.
+    """
+
+    lines: dict[int, Line] = field(default_factory=dict)
+    validations: dict[int, float] = field(default_factory=dict)
+    grad_norms: list[float] = field(default_factory=list)
+    norm_times: list[float] = field(default_factory=list)
+    loss_times: list[float] = field(default_factory=list)
+    clipped: set[int] = field(default_factory=set)
+    taken_back: int = 0  # times
+    norms: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    final: dict[str, Tensor] = field(default_factory=dict)
+    weights: frozenset[str] = frozenset()  # names of parameters
+    noise: frozenset[str] = frozenset()  # those whose gradients are rounding alone
+
+    def go_back(self, step: int) -> None:
+        """Forget the steps after this one."""
+        self.taken_back += 1
+        self.lines = {n: line for n, line in self.lines.items() if n <= step}
+        self.validations = {n: value for n, value in self.validations.items() if n <= step}
+        self.clipped = {n for n in self.clipped if n <= step}
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were not taken."""
+        return sum("skipped" in line for line in self.lines.values())
+
+    @property
+    def happened(self) -> frozenset[str]:
+        """What of clip, skip and rollback did something, and not always."""
+        found = {"clip"} if 0 < len(self.clipped) < len(self.lines) else set()
+        found |= {"skip"} if self.skipped else set()
+        return frozenset(found | ({"rollback"} if self.taken_back else set()))
+
+
+@dataclass
+class _State:
+    """What a step depends on beside its samples."""
+
+    tensors: dict[str, Any]
+    optimizer: dict[str, Any]
+    norms: list[float]
+    losses: list[float]
+
+
+def train_plainly(
+    case: Case,
+    rules: TrainConfig,
+    save_every: int,
+    validation: Sequence[Batch],
+    in_microbatches: bool,
+) -> Trajectory:
+    """Train a case on this process alone.
+
+    Args:
+        case: model, samples, loss, optimizer.
+        rules: the [train] of the run.
+        save_every: steps between checkpoints, to which a run goes back.
+        validation: the batches of each validation.
+        in_microbatches: as of PlainRun.
+
+    Raises:
+        GivesUp: The run goes back to one checkpoint too often.
+    """
+    run, found = PlainRun(case, in_microbatches), Trajectory()
+    first_rates = [group["lr"] for group in run.optimizer.param_groups]
+    norms, losses = list[float](), list[float]()  # that were accepted
+    kept: tuple[int, _State] | None = None
+    step = passed = times_back = 0
+    last_loss: float | None = None
+    noise: set[str] | None = None
+    while step < rules.steps:
+        factor = rate_factor(step, rules.steps, rules.warmup, rules.decay, rules.min_lr_ratio)
+        for group, rate in zip(run.optimizer.param_groups, first_rates, strict=True):
+            group["lr"] = rate * factor
+        loss, _ = run.gradients(step, case.whole_batch_of(step + passed))
+        gradients = {n: p.grad for n, p in run.params.items() if p.grad is not None}
+        norm = norms_of(gradients)[0]
+        tiny = {n for n, g in gradients.items() if float(g.abs().norm()) < NOISE * norm}
+        noise = tiny if noise is None else noise & tiny
+        found.grad_norms.append(norm)
+        found.norm_times.append(times_usual(norm, norms))
+        skipped = found.norm_times[-1] > (rules.skip or inf)
+        norms += [] if skipped else [norm]
+        clips = not skipped and rules.clip is not None and norm > rules.clip
+        run.update(rules.clip if clips else None, taken=not skipped)
+        step += 1
+        if not skipped:
+            found.loss_times.append(times_usual(loss, losses))
+            if found.loss_times[-1] > (rules.rollback or inf):
+                times_back += 1
+                if kept is None or times_back > MOST_BACK:
+                    raise GivesUp
+                back, state = kept
+                passed += step - back
+                step, norms, losses = back, [*state.norms], [*state.losses]
+                _restore(run, state)
+                found.go_back(back)
+                continue
+            losses.append(loss)
+        found.clipped |= {step} if clips else set()
+        last_loss = last_loss if skipped else loss
+        found.lines[step] = {
+            **({} if last_loss is None else {"loss": last_loss}),
+            "lr": float(run.optimizer.defaults["lr"]) * factor,
+            **({"skipped": 1} if skipped else {}),
+            **({"batches_left_out": passed} if passed else {}),
+        }
+        if not skipped and (rules.clip is not None or rules.skip is not None):
+            found.lines[step]["grad_norm"] = norm
+        last = step == rules.steps
+        if rules.eval_every and (last or step % rules.eval_every == 0):
+            found.validations[step] = run.evaluate(validation)
+        if step % save_every == 0 and not last:
+            kept, times_back = (step, _state_of(run, norms, losses)), 0
+    found.final = final_state(run.model, [run.optimizer], run.params)
+    found.norms = norms if rules.skip is not None else []
+    found.losses = losses if rules.rollback is not None else []
+    found.weights, found.noise = frozenset(run.params), frozenset(noise or ())
+    return found
+
+
+def _state_of(run: PlainRun, norms: list[float], losses: list[float]) -> _State:
+    tensors, optimizer = run.model.state_dict(), run.optimizer.state_dict()
+    return _State(copy.deepcopy(tensors), copy.deepcopy(optimizer), [*norms], [*losses])
+
+
+def _restore(run: PlainRun, state: _State) -> None:
+    run.model.load_state_dict(state.tensors)
+    run.optimizer.load_state_dict(copy.deepcopy(state.optimizer))
+
+
+# ---- limits that a short run reaches -------------------------------------------------------------
+
+
+def reachable_limits(
+    rules: TrainConfig, train: Callable[[TrainConfig], Trajectory]
+) -> list[tuple[TrainConfig, Trajectory]]:
+    """Rules of one or two runs, and how they train: with a norm to clip at that some steps reach
+    and others do not, and with limits of skip, and apart from it of rollback, that one step
+    exceeds, if the run sets them."""
+    chosen = rules.model_copy(update={"clip": None, "skip": None, "rollback": None})
+    found = train(chosen)
+    if rules.clip is not None:
+        chosen = chosen.model_copy(update={"clip": median(found.grad_norms)})
+        found = train(chosen)
+    runs = []
+    for name, times in (("skip", found.norm_times), ("rollback", found.loss_times)):
+        _, *others, most = sorted({0.0, *times}) if any(times) else (0.0, 0.0)
+        below = others[-1] if others else 0.0
+        # until that step the run is the one that was just seen
+        for part in (0.5, 0.9, 0.99) if getattr(rules, name) is not None and most else ():
+            limited = chosen.model_copy(update={name: below + part * (most - below)})
+            try:
+                runs.append((limited, train(limited)))
+                break
+            except GivesUp:  # the samples after it exceed the limit, too
+                continue
+    return runs or [(chosen, found)]

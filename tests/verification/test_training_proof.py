@@ -1,0 +1,232 @@
+"""`weft verify --deep` sees what `weft train` does wrong beside gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.mutants import Mutant, mutated
+from weft.core import load_run
+from weft.verification.training_check import (
+    TrainingDefinition,
+    define_training,
+    other_layout_proofs,
+    training_proofs,
+)
+from weft.verification.verify_run import deep_case
+
+RUN = """
+[model]
+build = "weft.models:decoder"
+vocab = 31
+dim = 8
+layers = 2
+heads = 2
+hidden = 16
+seq_len = 6
+dropout = 0.1
+[data]
+build = "tests.verification.test_training_proof:Padded"
+[layout]
+axes = "dp2"
+[train]
+batch = 4
+accumulate = 2
+steps = 400
+seed = 3
+clip = 1.0
+warmup = 60
+decay = "cosine"
+min_lr_ratio = 0.1
+eval_every = 50
+eval_batches = 3
+skip = 5.0
+rollback = 3.0
+[optimizer]
+name = "adamw"
+lr = 1e-2
+"""
+
+
+class Padded:
+    """Random tokens, of which some labels do not count."""
+
+    def __init__(self, split: str = "train"):
+        random = torch.Generator().manual_seed(7 if split == "train" else 8)
+        self.tokens = torch.randint(31, (40, 7), generator=random)
+        self.ends = torch.randint(2, 7, (40,), generator=random).tolist()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        labels = self.tokens[index, 1:].clone()
+        labels[self.ends[index] :] = -100
+        return {"input_ids": self.tokens[index, :-1], "labels": labels}
+
+
+@pytest.fixture(scope="module")
+def defined(tmp_path_factory: pytest.TempPathFactory) -> list[TrainingDefinition]:
+    path = tmp_path_factory.mktemp("run") / "run.toml"
+    path.write_text(RUN)
+    run = load_run(path)
+    return define_training(*deep_case(run))
+
+
+LOOP, UPDATE, FILES = "weft.train.train_loop", "weft.engine.grad_update", "weft.checkpoint"
+MUTANTS: dict[str, tuple[str, str, str, str, str]] = {
+    # name: layout, module, function, old, new
+    "the rate of the step before": (
+        "dp2",
+        LOOP,
+        "TrainLoop.__call__",
+        "factor(step - 1)",
+        "factor(max(0, step - 2))",
+    ),
+    "a rate that is not set": ("dp2", LOOP, "TrainLoop.__call__", "rate * self.factor", "rate"),
+    "warm-up from the base rate": (
+        "dp2",
+        "weft.train.lr_schedule",
+        "lr_factor",
+        "return (step + 1) / warmup",
+        "return 1.0",
+    ),
+    "a schedule that ends at 0": (
+        "dp2",
+        "weft.train.lr_schedule",
+        "lr_factor",
+        "min_ratio + (1 - min_ratio) * falling",
+        "falling",
+    ),
+    "a mean of validation batches": (
+        "dp2",
+        LOOP,
+        "TrainLoop._evaluate",
+        "* weights).sum() / weights.sum()",
+        ").mean()",
+    ),
+    "other validation batches each time": (
+        "dp2",
+        LOOP,
+        "TrainLoop._evaluate",
+        "loader.step = 0",
+        "pass",
+    ),
+    "validation with dropout": (
+        "dp2",
+        "weft.engine.inference",
+        "Inference._begin",
+        "self.stages.model.eval()",
+        "self.stages.model.train()",
+    ),
+    "validation of one rank's samples": (
+        "dp2",
+        "weft.engine.inference",
+        "Inference.evaluate",
+        "if group is not None:",
+        "if False:",
+    ),
+    "validation of a part of the batch": (
+        "pp2",
+        "weft.engine.inference",
+        "Inference.evaluate",
+        "total.add_(",
+        "total.copy_(",
+    ),
+    "gradients below the norm are scaled up": (
+        "dp2",
+        UPDATE,
+        "GradUpdate.__call__",
+        ", max=1.0)",
+        ", max=1e9)",
+    ),
+    "clipped by the norm of a part": (
+        "fsdp2",
+        UPDATE,
+        "GradUpdate._sum_over_ranks",
+        "if plan.layout.world > 1:",
+        "total[0] *= 2; world = plan.layout.world\n            if world > 1:",
+    ),
+    "a skipped step is taken": (
+        "dp2",
+        UPDATE,
+        "GradUpdate.__call__",
+        "if not finite or self._is_outlier(norm):",
+        "if not finite or (self._is_outlier(norm) and False):",
+    ),
+    "norms forgotten by a checkpoint": (
+        "dp2",
+        UPDATE,
+        "GradUpdate.load_scalars",
+        'scalars.get("norms", ())',
+        "()",
+    ),
+    "losses forgotten by a checkpoint": (
+        "dp2",
+        LOOP,
+        "TrainLoop._save",
+        "LOSSES: [*self.spikes.recent]",
+        "LOSSES: []",
+    ),
+    "samples that are taken back come again": (
+        "dp2",
+        LOOP,
+        "TrainLoop._go_back",
+        "self.passed += step - kept",
+        "pass",
+    ),
+    "a resumed run starts its data anew": (
+        "dp2",
+        LOOP,
+        "TrainLoop.__call__",
+        "step - 1 + self.passed",
+        "step - self.first + self.passed",
+    ),
+    "optimizer state not loaded": (
+        "fsdp2",
+        f"{FILES}.engine_files",
+        "fill_engine",
+        "engine.tensors(saved)",
+        '(p for p in engine.tensors(saved) if "exp_avg_sq" not in p.name)',
+    ),
+    "a part saved in another's place": (
+        "fsdp2",
+        f"{FILES}.reader",
+        "CheckpointReader.fill",
+        ".copy_(part)",
+        ".copy_(part.flip(0) if part.ndim == 2 else part)",
+    ),
+}
+
+
+OF_ROLLBACK = {"losses forgotten by a checkpoint", "samples that are taken back come again"}
+
+
+@pytest.mark.grid(4)
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_fault_of_training_is_seen(
+    defined: list[TrainingDefinition], tmp_path: Path, name: str
+) -> None:
+    layout, *mutant = MUTANTS[name]
+    with mutated(Mutant(*mutant)):
+        proofs = training_proofs(defined[name in OF_ROLLBACK], layout, tmp_path)
+    wrong = [proof.shown for proof in proofs if not proof.equal]
+    assert wrong
+    assert not any("Error" in shown for shown in wrong), wrong
+
+
+@pytest.mark.parametrize("layout", ["dp2", "pp2", "fsdp2"])
+def test_all_of_it_happens(defined: list[TrainingDefinition], tmp_path: Path, layout: str) -> None:
+    for number, each in enumerate(defined):
+        here = tmp_path / str(number)
+        proofs = training_proofs(each, layout, here)
+        proofs += other_layout_proofs(each, layout, here, here / "whole")
+        assert all(proof.equal for proof in proofs), proofs
+        assert [proof.what for proof in proofs][-3:] == [proofs[-1].what] * 3
+        assert len(each.trajectory.validations) == 6
+    with_skip, with_rollback = (each.trajectory.happened for each in defined)
+    assert with_skip == {"clip", "skip"}
+    assert with_rollback == {"clip", "rollback"}
