@@ -12,6 +12,7 @@ from torch import nn
 
 import weft
 from tests.cases import BATCH, LENGTH, VOCAB, Fused, Subject, batch_of, global_batch, images
+from tests.mutants import Mutant, mutated
 from tests.verification.test_parity import transformer
 from weft.core.errors import ConfigError
 from weft.nn.losses import classification, next_token, vocab_parallel
@@ -21,6 +22,7 @@ from weft.verification.compare import LayoutResult, check_layout
 from weft.verification.reference import Reference, run_reference
 from weft.verification.verify_model import verify
 
+UPDATE = "weft.engine.grad_update"
 tiny = partial(decoder, VOCAB, 32, 2, 4, 2, seq_len=LENGTH)
 SUBJECTS = {
     "decoder": Subject(tiny),
@@ -56,23 +58,23 @@ def single(build: Any) -> nn.Module:
     return build()
 
 
-def laid(subject: Subject, model: nn.Module, layout: str) -> weft.Plan:
+def laid(subject: Subject, model: nn.Module, layout: str, precision: str = "bf16") -> weft.Plan:
     arguments = dict(subject.plan)
     if layout == "dp1":
         arguments.pop("recompute", None)
     sample = {key: value[:2] for key, value in global_batch(subject, 0).items()}
     given: dict[str, Any] = {"loss": subject.loss, "sample": sample, **arguments}
-    return weft.plan(model, layout, batch=BATCH, precision="bf16", **given)
+    return weft.plan(model, layout, batch=BATCH, precision=precision, **given)
 
 
-def case(subject: Subject) -> Case:
+def case(subject: Subject, precision: str = "bf16") -> Case:
     return Case(
         build=partial(single, subject.build),
-        plan=partial(laid, subject),
+        plan=partial(laid, subject, precision=precision),
         batch=partial(batch_of, subject),
         loss=subject.loss,
         optimizer=partial(torch.optim.SGD, lr=0.1),
-        precision="bf16",
+        precision=precision,
     )
 
 
@@ -94,6 +96,39 @@ def test_a_layout_in_bf16_equals_one_device(pool: Any, name: str, layout: str) -
     result = run(pool, name, layout)
     assert result.passed, result
     assert layout == "dp1" or result.comms_seen
+
+
+FP16 = ["dp1", "dp2", "fsdp2", "tp2+sequence", "pp2", "fsdp2.tp2", "cp2"]
+
+
+@pytest.mark.parametrize("layout", FP16)
+def test_a_layout_in_fp16_equals_one_device(pool: Any, layout: str) -> None:
+    """Also in a step that overflows."""
+    of = case(SUBJECTS["decoder"], "fp16")
+    world = weft.Layout.parse(layout).world
+    result = pool.run(check_layout, of, layout, run_reference(of, 1), world=world)[0]
+    assert result.passed, result
+
+
+def with_mutant(mutant: Mutant, of: Case, alone: Reference) -> LayoutResult:
+    with mutated(mutant):
+        return check_layout(of, "dp2", alone)
+
+
+@pytest.mark.parametrize(
+    ("function", "old", "new", "said"),
+    [
+        ("LossScale.take", "return finite", "return True", "overflow, was taken"),
+        ("LossScale.take", "self.value / 2", "self.value / 4", "after an overflow at"),
+        ("GradUpdate.__call__", "weight * self.loss_scale.value", "weight", "every gradient"),
+    ],
+)
+def test_a_fault_of_the_loss_scale_is_named(
+    pool: Any, function: str, old: str, new: str, said: str
+) -> None:
+    of, mutant = case(SUBJECTS["decoder"], "fp16"), Mutant(UPDATE, function, old, new)
+    result = pool.run(with_mutant, mutant, of, run_reference(of, 1), world=2)[0]
+    assert said in f"{result.first} {result.problem}", result
 
 
 def in_bytes(layout: str, precision: str, reduce: str = "fp32") -> dict[tuple[str, str], int]:

@@ -20,12 +20,12 @@ def verify(
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option(min=1, help="Optimizer steps to compare. Default: 3; in bf16 1."),
+        typer.Option(min=1, help="Optimizer steps to compare. Default: 3; below fp64 1."),
     ] = None,
     precision: Annotated[
         str,
         typer.Option(
-            help="fp64; or as trained, within a few roundings: bf16, or float8, by emulation."
+            help="fp64; or as trained, within a few roundings: bf16, fp16, or float8, by emulation."
         ),
     ] = "fp64",
     deep: Annotated[
@@ -52,7 +52,8 @@ def verify(
             problem = f"compares in float64, and --precision is {precision}"
             raise ConfigError("--deep", deep, problem, "leave one of them out")
         # checked as it is verified: what else is set may need that
-        low = {"precision.compute": '"bf16"'} if precision in ("bf16", "float8") else {}
+        computed = {"bf16": "bf16", "float8": "bf16", "fp16": "fp16"}.get(precision)
+        low = {} if computed is None else {"precision.compute": f'"{computed}"'}
         run = load(path, settings, further=low, no_code=no_code)
 
         if deep and run.workers:

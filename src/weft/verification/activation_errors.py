@@ -23,9 +23,11 @@ def first_activation(
     trace: ActivationRecorder,
     references: list[ActivationRecorder],
     bound: float,
+    scale: float = 1.0,
 ) -> list[Difference]:
     """The first output that differs by more than `bound`, in order of execution, and the first
-    gradient of an output, in backward order."""
+    gradient of an output, in backward order. `scale`: what the backward of the references began
+    with."""
     found: list[Difference] = []
     for place, (name, call) in enumerate(_calls(references[0].forward)):
         wanted = [r.outputs for r in references]
@@ -33,7 +35,8 @@ def first_activation(
             found.append(((0, "output", place), f"output of {name or 'the model'}"))
             break
     agreed = ""
-    factor = 1.0 if engine.plan.schedule.versions else engine.plan.batch / engine.loss_scale
+    factor = engine.plan.batch * scale / engine.loss_scale
+    factor = 1.0 if engine.plan.schedule.versions else factor
     for place, (name, call) in enumerate(_calls(references[0].backward)):
         around = name.rpartition(".")[0]
         if _partial(engine.plan, name) or computes_whole_sequences(engine.plan.steps, around):

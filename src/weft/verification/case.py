@@ -24,7 +24,8 @@ Batch = dict[str, Tensor]
 @dataclass(frozen=True)
 class Case:
     """`build` makes the seeded model, and `plan(model, layout)` lays it, in `precision`: "fp64",
-    "bf16", whose masters are float32, or "float8", where linears multiply in it beside bf16.
+    "bf16" or "fp16", whose masters are float32, or "float8", where linears multiply in it beside
+    bf16.
 
     `batch(step, data_rank, data_size)`: one rank's part of the global batch of a step.
     `whole_batch(step)`: all of it, read apart from what `batch` does; default: by `batch`.

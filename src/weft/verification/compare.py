@@ -39,6 +39,7 @@ from weft.engine import (
 from weft.launch import rpc_session
 from weft.parallel import (
     DATA_AXES,
+    HEADER_BYTES,
     BoundaryShape,
     CallSizes,
     Collective,
@@ -54,7 +55,7 @@ from .activation_errors import first_activation
 from .activation_recorder import ActivationRecorder, record_activations
 from .case import Case
 from .difference import Bounds, Difference
-from .reference import Reference
+from .reference import OVERFLOWS, Reference
 from .stage_values import stage_value_bytes
 from .tensor_errors import error_ratio, gradient_differences, state_errors, weight_errors
 
@@ -179,6 +180,8 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     compiled_seen: list[Collective] = []
     other_step: str | None = None
     compiled = engine.compiled if isinstance(engine, Engine) and engine.compiled else None
+    if case.precision == "fp16":  # each sample's loss is divided by their number
+        _set_loss_scale(engine, reference.loss_scale * plan.batch)
     with Watchdog(_hang_s(case, layout, reference)) as watchdog:
         for step, loss in enumerate(reference.losses):
             batch = case.batch_of(step, engine.mesh.index(*DATA_AXES), plan.data_size)
@@ -193,7 +196,9 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
                 ):
                     result = engine.step(batch)
                 seen = audit.seen if isinstance(engine, Engine) else []
-                found += first_activation(engine, trace, reference.traces, case.bounds.activation)
+                found += first_activation(
+                    engine, trace, reference.traces, case.bounds.activation, reference.loss_scale
+                )
             else:
                 with case.mode(), Audit(engine.mesh, engine.now) as audit:
                     result = engine.step(batch)
@@ -217,8 +222,9 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
                     engine, reference.updated, "after step 0", reference, case.bounds
                 )
                 found += _first_of(updated, (step, "weight"), case.bounds.weight)
+    overflow = _overflow_problem(case, engine) if case.precision == "fp16" else None
     last, problem = state_errors(engine, reference, case.bounds)
-    problem = "; ".join(reference.broken) or problem or other_step
+    problem = "; ".join(reference.broken) or overflow or problem or other_step
     found += _first_of(last, (len(reference.losses), "weight"), case.bounds.weight)
     errors["weight"] |= last
     predicted = (
@@ -243,10 +249,35 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     return replace(together, delayed=delayed, workers=workers, bounds=case.bounds)
 
 
+def _set_loss_scale(engine: TrainingEngine, scale: float) -> None:
+    engine.load_scalars({**engine.scalars(), "loss_scale": scale})
+
+
+def _overflow_problem(case: Case, engine: TrainingEngine) -> str | None:
+    """What is wrong with a step whose gradients overflow. That it changes no weight is seen
+    later."""
+    _set_loss_scale(engine, OVERFLOWS)
+    step = engine.steps_done
+    rank = engine.mesh.index(*DATA_AXES)
+    result = engine.step(case.batch_of(step, rank, engine.plan.data_size))
+    if not result.skipped:
+        return f"step {step}, whose gradients overflow, was taken"
+    if engine.loss_scale != OVERFLOWS / 2:
+        return f"the loss scale is {engine.loss_scale:g} after an overflow at {OVERFLOWS:g}"
+    return None
+
+
 def _other_than_first(first: list[Collective], now: list[Collective], step: int) -> str | None:
     """What a step sends otherwise than the first, which is compared with the prediction. How many
-    bytes experts exchange, the data say."""
-    before, after = (Counter((c.kind, c.axis) for c in seen) for seen in (first, now))
+    bytes experts exchange, the data say. The first one alone has the headers of messages."""
+    before, after = (
+        Counter(
+            (c.kind, c.axis)
+            for c in seen
+            if not (c.axis == STAGE_AXIS and c.nbytes == HEADER_BYTES)
+        )
+        for seen in (first, now)
+    )
     for kind, axis in sorted(before | after):
         if before[kind, axis] != after[kind, axis]:
             return (

@@ -39,12 +39,16 @@ class Bounds:
 
 
 ULP = 2.0**-8  # half the distance of neighbours in bf16: what one rounding may change
+ULP16 = 2.0**-11  # the same in fp16
 ULP8 = 2.0**-4  # the same in float8 with three bits of fraction (e4m3)
 # A layout rounds other partial sums than one device. Errors of roundings that do not depend on one
 # another add up as their squares do: a few ulp, in models of any depth that training can stand.
 BOUNDS = {
     "fp64": Bounds(),
     "bf16": Bounds(ULP / 4, 8 * ULP, ULP / 4, 8 * ULP, small=0.1, typical=1.0, precision="bf16"),
+    "fp16": Bounds(
+        ULP16 / 4, 8 * ULP16, ULP16 / 4, 8 * ULP16, small=0.1, typical=1.0, precision="fp16"
+    ),
     "float8": Bounds(
         ULP8 / 32, 4 * ULP8, ULP8 / 16, 4 * ULP8, small=0.1, typical=1.0, precision="float8"
     ),

@@ -37,6 +37,7 @@ from .plain.losses import plain_loss
 from .plain.places import name_places
 
 Batch = dict[str, Tensor]
+MOST_SCALE, MARGIN = 2.0**16, 2.0**4
 
 
 class NeedsMicrobatches(Exception):
@@ -80,6 +81,7 @@ class PlainRun:
         self.optimizer = case.optimizer(named)
         norms = any(isinstance(m, _BatchNorm) for m in self.model.modules())
         self.in_microbatches = in_microbatches or norms
+        self.loss_scale = 1.0  # of what backward begins with
 
     @property
     def params(self) -> dict[str, nn.Parameter]:
@@ -137,7 +139,7 @@ class PlainRun:
                 raise NeedsMicrobatches
             outputs.append(output)
             if not whole:
-                sum(added, part).backward()
+                (sum(added, part) * self.loss_scale).backward()
                 added.clear()
                 self.masters.add()
             if not whole or self.pieces > 1:
@@ -151,13 +153,13 @@ class PlainRun:
                 loss_sum += part.detach()
                 weight += torch.as_tensor(count).detach()
         if whole:
-            sum(added, part).backward()
+            (sum(added, part) * self.loss_scale).backward()
             recorded.close()
             self.masters.add()
             loss_sum, weight = part.detach().double(), torch.as_tensor(count).detach().double()
         for p in self.params.values():
             if p.grad is not None:
-                p.grad /= weight
+                p.grad /= weight * self.loss_scale
         return float(loss_sum / weight), float(weight)
 
     def update(self, clip: float | None, taken: bool = True) -> None:
@@ -198,6 +200,20 @@ def needs_microbatches(case: Case) -> bool:
     except NeedsMicrobatches:
         return True
     return run.in_microbatches
+
+
+def fitting_scale(case: Case, in_microbatches: bool) -> float:
+    """A loss scale with which no gradient of the first step comes near the largest number of
+    fp16."""
+    scale = MOST_SCALE
+    while scale > 1.0:
+        run = PlainRun(case, in_microbatches)
+        run.loss_scale = scale * MARGIN
+        run.gradients(0, case.whole_batch_of(0))
+        if all(bool(p.grad.isfinite().all()) for p in run.params.values() if p.grad is not None):
+            break
+        scale /= 2.0
+    return scale
 
 
 def prepare_plain(case: Case, model: nn.Module, plan: Plan, randomness: Randomness) -> PlainExperts:

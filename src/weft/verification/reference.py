@@ -19,9 +19,10 @@ from weft.core import Plan
 
 from .activation_recorder import ActivationRecorder
 from .case import Case
-from .plain_run import NeedsMicrobatches, PlainRun, StepRecord
+from .plain_run import NeedsMicrobatches, PlainRun, StepRecord, fitting_scale
 
 Batch = dict[str, Tensor]
+OVERFLOWS = 2.0**60  # a loss scale that is too large for any gradient in fp16
 
 
 @dataclass
@@ -49,14 +50,19 @@ class Reference:
     # labels of each cross-entropy of step 0, for one sample
     labels: tuple[float, ...] = ()
     slowest_s: float = 0.0  # of the steps
+    # what backward begins with, in fp16, where after `losses` a step overflows
+    loss_scale: float = 1.0
     # laws that what was drawn for both sides breaks: masks, random numbers, the order of samples
     broken: tuple[str, ...] = ()
 
 
 def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Reference:
-    """`steps` optimizer steps of the case on this process alone."""
+    """`steps` optimizer steps of the case on this process alone. In fp16 one more follows that
+    overflows, and changes no weight."""
+    scale = fitting_scale(case, in_microbatches) if case.precision == "fp16" else 1.0
     run, record = PlainRun(case, in_microbatches), StepRecord()
-    found = Reference(tuple(name for name, _ in run.model.named_parameters()))
+    found = Reference(tuple(name for name, _ in run.model.named_parameters()), loss_scale=scale)
+    run.loss_scale = scale
     for step in range(steps):
         begun, batch = time.monotonic(), case.whole_batch_of(step)
         found.batches.append(batch)
@@ -77,6 +83,10 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
         found.slowest_s = max(found.slowest_s, time.monotonic() - begun)
         if step == 0:
             found.updated = {n: p.detach().clone() for n, p in run.params.items()}
+    if case.precision == "fp16":
+        run.loss_scale = OVERFLOWS
+        run.gradients(steps, case.whole_batch_of(steps))
+        run.update(case.clip, taken=False)
     run.masters.restore()
     found.final = final_state(run.model, [run.optimizer], run.params)
     found.traces, found.labels, found.loss_bytes = record.traces, record.labels, record.loss_bytes

@@ -149,8 +149,8 @@ def verify(
         workers: names of workers -> globs of the modules that live there (docs/workers.md).
         compile: "blocks" or CompileOptions: after the first step, in which every module is
             compared, blocks and loss are compiled.
-        precision: "fp64", or within a few roundings "bf16", or "float8" of a plan that has it, by
-            emulation (docs/precision.md).
+        precision: "fp64", or within a few roundings "bf16", "fp16", or "float8" of a plan that has
+            it, by emulation (docs/precision.md).
 
     Returns:
         A VerifyReport: `.passed`, `.text()`, `.json()`.
@@ -194,7 +194,7 @@ def check_precision(precision: str, float8: bool) -> None:
     """Refuse what layouts are not verified in. `float8`: whether the run trains with it. Raises
     ConfigError."""
     if precision not in BOUNDS:
-        fix = "choose fp64, which tells faults from rounding, bf16 or float8"
+        fix = "choose fp64, which tells faults from rounding, bf16, fp16 or float8"
         raise ConfigError("--precision", precision, "is not what layouts are verified in", fix)
     if precision == "float8" and not float8:
         fix = 'set [precision] float8 = "rowwise", or verify in bf16'

@@ -48,8 +48,9 @@ def verify_layouts(
         layouts: the layouts to compare.
         steps: optimizer steps of each.
         done: gets each result when it is there.
-        precision: "fp64", or "bf16" and "float8": what a rounding may change is allowed, and the
-            optimizer is SGD, which makes no whole step of the sign of a gradient that is near zero.
+        precision: "fp64", or "bf16", "fp16" and "float8": what a rounding may change is allowed,
+            and the optimizer is SGD, which makes no whole step of the sign of a gradient that is
+            near zero.
             Linears multiply in float8 with "float8" alone, by emulation.
         refused: those of the layouts that cannot be planned, and why.
     """
