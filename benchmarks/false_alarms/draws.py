@@ -143,8 +143,10 @@ class Draw:
         loss = {"decoder": next_token, "experts": next_token, "keys": next_token}.get(
             kind, classification if kind == "convnet" else mse
         )
-        layouts = ["dp2", "fsdp2", "tp2", "pp2", "dp2.tp2", "dp2.fsdp2", "pp2.dp2", "fsdp2.tp2"]
+        layouts = ["dp2", "fsdp2", "pp2", "dp2.fsdp2", "pp2.dp2", "pp2.fsdp2"]
         layouts += ["fsdp2+zero1", "fsdp2+zero2", "pp2+gpipe", "pp2+zb-h1"]
+        if kind not in FLOATS and kind != "convnet":
+            layouts += ["tp2", "dp2.tp2", "fsdp2.tp2"]
         if loss is next_token:
             layouts += ["cp2", "tp2+sequence", "cp2.dp2", "pp2.tp2", "ulysses2", "cp2+gather"]
         layouts += ["ep2", "dp2+ep"] if kind == "experts" else []
@@ -162,23 +164,19 @@ class Draw:
         r = random.Random(f"run {self.number}")
         lr = 10 ** r.uniform(-4, -1.5)
         arguments: dict[str, Any] = {"momentum": 0.9} if optimizer == "sgd" else {}
+        arguments["weight_decay"] = r.choice((0.0, 0.1))
         clip = r.choice((None, None, 0.1, 1.0))
         case = Case(
             build=partial(_seeded, build, self.number),
             plan=partial(_laid, self, loss, plan, batch),
             batch=partial(_part, self, plan["accumulate"], batch),
             loss=loss,
-            optimizer=make_optimizer(
-                optimizer, lr=lr, weight_decay=r.choice((0.0, 0.1)), **arguments
-            ),
+            optimizer=make_optimizer(optimizer, lr=lr, **arguments),
             clip=clip,
             seed=self.number,
         )
-        return (
-            f"{kind} {layout} batch {batch} {plan} {optimizer} lr {lr:.1e} clip {clip}",
-            layout,
-            case,
-        )
+        what = f"{kind} {layout} batch {batch} {plan} {optimizer} lr {lr:.1e} clip {clip}"
+        return what, layout, case
 
     def whole(self, step: int, batch: int) -> Batch:
         """The global batch of a step."""

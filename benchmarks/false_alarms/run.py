@@ -48,9 +48,8 @@ def main() -> None:
     arguments.add_argument("--count", type=int, default=1000, help="how many verifies")
     count = arguments.parse_args().count
     RESULTS.parent.mkdir(exist_ok=True)
-    done = (
-        [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-    )
+    RESULTS.touch()
+    done = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     known = {one["number"] for one in done}
     with Pool(4) as pool, open(RESULTS, "a") as file:
         for number in (n for n in range(count) if n not in known):
