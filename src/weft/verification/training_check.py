@@ -128,7 +128,7 @@ def verify_training(
                     proofs += training_proofs(another, layout, here / "rollback")
                 proofs += other_layout_proofs(defined[0], layout, here, alone)
                 steps = f"{defined[0].run.train.steps} steps"
-                proofs.append(_proof(steps, on_one, defined[0].trajectory, note="on dp1: "))
+                proofs.insert(1, _proof(steps, on_one, defined[0].trajectory, note="on dp1: "))
             results.append(TrainingResult(layout, tuple(proofs), happened))
             done(results[-1])
     return results
