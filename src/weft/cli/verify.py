@@ -42,11 +42,11 @@ def verify(
         from weft.core import Refusal
         from weft.train import check_run
         from weft.verification import (
-            exact_sync,
             on_cpus,
             result_table,
             runnable_layouts,
             verified_precision,
+            verified_sync,
             verify_layouts,
         )
 
@@ -72,7 +72,7 @@ def verify(
                 " --precision float8 verifies it, by emulation",
                 err=True,
             )
-        exact = exact_sync(run.sync)
+        exact = verified_sync(run.sync, precision)
         if run.sync != exact:
             typer.echo(
                 f"weft: [sync] {run.sync.name}, {run.sync.codec} changes numbers by design:"

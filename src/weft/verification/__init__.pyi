@@ -3,8 +3,8 @@ from .case import Case as Case
 from .report import VerifyReport as VerifyReport, result_table as result_table
 from .verify_model import verify as verify, verify_case as verify_case
 from .verify_run import (
-    exact_sync as exact_sync,
     on_cpus as on_cpus,
     verified_precision as verified_precision,
+    verified_sync as verified_sync,
     verify_layouts as verify_layouts,
 )

@@ -78,6 +78,8 @@ class LayoutResult:
     comms_seen: dict[tuple[str, str], tuple[int, int]]
     problem: str | None = None
     delayed: bool = False  # held to one device with the same delays, not to the plain run
+    definition: str = ""  # of its synchroniser, which it is held to instead of the plain run
+    steps: int = 0  # that were compared
     workers: tuple[str, ...] = ()
     compiled: CompileCounts | None = None  # in the steps after the first
     bounds: Bounds = field(default_factory=Bounds)
@@ -171,6 +173,8 @@ def _engine(case: Case, plan: Plan, model: nn.Module) -> TrainingEngine:
 
 
 def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
+    optimizer = reference.optimizer or case.optimizer
+    case = replace(case, within=reference.within, optimizer=optimizer)
     model, plan = _build(case, layout, reference.plan)
     engine = _engine(case, plan, model)
     errors: dict[str, dict[str, float]] = {"loss": {}, "gradient": {}, "weight": {}}
@@ -237,6 +241,7 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     counts = None if compiled is None or len(reference.losses) < 2 else compiled.counts
     together = replace(together, compiled=counts)
     delayed, workers = reference.plan is not None, tuple(case.workers)
+    together = replace(together, definition=reference.definition, steps=len(reference.losses))
     return replace(together, delayed=delayed, workers=workers, bounds=case.bounds)
 
 

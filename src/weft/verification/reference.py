@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from weft._torch.trees import tree_flatten
 from weft.core import Plan
-from weft.engine import LazyBatch, Loss
+from weft.engine import LazyBatch, Loss, Optimizers
 from weft.nn import (
     Randomness,
     count_labels,
@@ -33,6 +33,7 @@ from weft.parallel import Mesh, call_forwards_with_hooks, cast_arguments, parall
 
 from .activation_recorder import ActivationRecorder, record_activations
 from .case import Case
+from .difference import Bounds
 from .plain.draw_laws import DrawLaws
 from .plain.experts import PlainExperts
 from .plain.functions import PlainFunctions
@@ -69,6 +70,11 @@ class Reference:
     slowest_s: float = 0.0  # of the steps
     # laws that what was drawn for both sides breaks: masks, random numbers, the order of samples
     broken: tuple[str, ...] = ()
+    # what it is instead of the plain run: a synchroniser's own definition, and what counts as equal
+    # to it, if not what does in this precision
+    definition: str = ""
+    within: Bounds | None = None
+    optimizer: Optimizers | None = None  # in place of the case's
 
 
 def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Reference:

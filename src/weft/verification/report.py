@@ -42,6 +42,8 @@ class VerifyReport:
             if any(result.delayed for result in self.results)
             else ""
         )
+        if any(result.definition for result in self.results):
+            verdict += " (by the definitions of their synchronisers)"
         bounds = self.results[0].bounds if self.results else Bounds()
         tail = (
             f" below {bounds} in {bounds.precision}"
@@ -58,6 +60,7 @@ class VerifyReport:
                 **({"workers": list(r.workers)} if r.workers else {}),
                 "passed": r.passed,
                 **({"refused": r.refused} if r.refused else {}),
+                **({"definition": r.definition} if r.definition else {}),
                 "loss_rel_err": _number(r.loss_rel_err),
                 "grad_rel_err": _number(r.grad_rel_err),
                 "param_rel_err": _number(r.param_rel_err),
@@ -88,6 +91,10 @@ def result_table(result: LayoutResult, steps: int) -> str:
     if result.refused is not None:
         return f"{result.layout}: REFUSED\n  {result.refused}"
     mark = "equal" if result.passed else "DIFFERENT"
+    if result.definition:
+        of = "its own sequential definition on one device"
+        mark += f" {'to' if result.passed else 'from'} {of}: {result.definition}"
+    steps = result.steps or steps
     lines = [
         (
             f"{result.layout}{', workers ' + ', '.join(result.workers) if result.workers else ''}:"
