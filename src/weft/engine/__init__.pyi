@@ -39,6 +39,7 @@ from .replica_sync.membership import (
     is_left_out as is_left_out,
     mark_ended as mark_ended,
 )
+from .replica_sync.outer_optimizer import message_params as message_params
 from .rpc.calls import ModuleCalls as ModuleCalls
 from .rpc.remote_engine import Remote as Remote, check_worker_plan as check_worker_plan
 from .setup import check_offload_device as check_offload_device, own_device as own_device

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from weft.core import Codec, ConfigError, MessageCodec, ReplicaView
+from weft.engine import Optimizers
 
-from .difference import Bounds
+from .difference import SGD_LR, Bounds
 from .plain.codecs import DEFINED, Noise, PlainCodec, plain_codec
 from .plain.draw_laws import DrawLaws
 
@@ -80,14 +81,17 @@ def options_of(codec: Codec) -> dict[str, Any]:
     return {**found, "name": codec.name}
 
 
-def rounds_sums(codec: Codec, ranks: int) -> bool:
-    """Whether sums are rounded on the way, so that their order changes them: of more than two."""
-    return codec.name in HALVES and ranks > 2
+def rounding_optimizer(codec: Codec, ranks: int) -> Optimizers | None:
+    """SGD, where sums are rounded on the way, so that the order of more than two changes them: it
+    makes no whole step of the sign of a gradient near zero. None: any optimizer will do."""
+    if codec.name in HALVES and ranks > 2:
+        return partial(torch.optim.SGD, lr=SGD_LR)
+    return None
 
 
 def codec_bounds(codec: Codec, ranks: int) -> Bounds:
     """What counts as equal. Messages of float32 numbers may round to a neighbour."""
-    if rounds_sums(codec, ranks):
+    if rounding_optimizer(codec, ranks) is not None:
         error = HALVES[codec.name] * (ranks - 1)
         return Bounds(error / 4, 4 * error, error / 4, Bounds.activation, small=0.1, typical=1.0)
     if codec.name in (*HALVES, "identity", "powersgd"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from functools import partial
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,12 @@ from weft.nn import Randomness, is_whole_batch, model_arguments, named_inputs
 from weft.parallel import STATE_AXES
 
 from .case import Case
-from .codec_definitions import DefinedCodec, codec_bounds, describe_codec, rounds_sums
-from .difference import SGD_LR
+from .codec_definitions import (
+    DefinedCodec,
+    codec_bounds,
+    describe_codec,
+    rounding_optimizer,
+)
 from .parcels import bucket_parcels, samples_of, scattered_units
 from .plain.draw_laws import DrawLaws
 from .plain.functions import PlainFunctions
@@ -55,13 +59,14 @@ def run_coded(case: Case, layout: str, steps: int) -> Reference:
     experts = prepare_plain(case, model, alone, randomness)
     params, inputs = dict(model.named_parameters()), case.inputs or named_inputs(model)
     trained = {n: p for n, p in params.items() if p.requires_grad}
-    exchange = _Exchange(plan)
-    found.within = codec_bounds(codec, exchange.ranks)
+    exchange = _GradientExchange(plan)
+    case = replace(case, within=codec_bounds(codec, exchange.ranks))
     found.definition = f"{plan.sync.name}, gradients in {describe_codec(codec)}"
-    if rounds_sums(codec, exchange.ranks):
-        found.optimizer = partial(torch.optim.SGD, lr=SGD_LR)
+    instead = rounding_optimizer(codec, exchange.ranks)
+    if instead is not None:
+        case = replace(case, optimizer=instead)
         found.definition += f"; with SGD, as sums of {exchange.ranks} are rounded in any order"
-    optimizer = (found.optimizer or case.optimizer)(list(trained.items()))
+    found.case, optimizer = case, case.optimizer(list(trained.items()))
     for kept in (found.losses, found.gradients, found.norms, found.batches):
         kept.clear()
     scale: float | None = None
@@ -114,7 +119,7 @@ def run_coded(case: Case, layout: str, steps: int) -> Reference:
     return found
 
 
-class _Exchange:
+class _GradientExchange:
     """What replicas exchange in a step: a codec for each bucket, of gradients or of FSDP2's
     units."""
 

@@ -173,10 +173,11 @@ def _engine(case: Case, plan: Plan, model: nn.Module) -> TrainingEngine:
 
 
 def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
-    optimizer = reference.optimizer or case.optimizer
-    case = replace(case, within=reference.within, optimizer=optimizer)
+    case = reference.case or case
     model, plan = _build(case, layout, reference.plan)
     engine = _engine(case, plan, model)
+    if reference.replicas:
+        reference = reference.replicas[engine.replicas.index]
     errors: dict[str, dict[str, float]] = {"loss": {}, "gradient": {}, "weight": {}}
     found = _other_parameters(engine, reference)
     seen: list[Collective] = []
@@ -184,7 +185,7 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     compiled = engine.compiled if isinstance(engine, Engine) and engine.compiled else None
     with Watchdog(_hang_s(case, layout, reference)) as watchdog:
         for step, loss in enumerate(reference.losses):
-            batch = case.batch_of(step, engine.mesh.index(*DATA_AXES), plan.data_size)
+            batch = case.batch_of(step, engine.data_rank, engine.data_size)
             found += _wrong_batch(engine, batch, reference.batches[step], step)
             if step == 0:
                 with (
@@ -219,6 +220,8 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
                 )
                 found += _first_of(updated, (step, "weight"), case.bounds.weight)
     last, problem = state_errors(engine, reference, case.bounds)
+    if engine.replicas.independent:
+        engine.close()
     problem = "; ".join(reference.broken) or problem
     found += _first_of(last, (len(reference.losses), "weight"), case.bounds.weight)
     errors["weight"] |= last

@@ -8,7 +8,7 @@ masks. Laws hold what is drawn (`plain.draw_laws`, `plain.samples`).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import sqrt
@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from weft._torch.trees import tree_flatten
 from weft.core import Plan
-from weft.engine import LazyBatch, Loss, Optimizers
+from weft.engine import LazyBatch, Loss
 from weft.nn import (
     Randomness,
     count_labels,
@@ -33,7 +33,6 @@ from weft.parallel import Mesh, call_forwards_with_hooks, cast_arguments, parall
 
 from .activation_recorder import ActivationRecorder, record_activations
 from .case import Case
-from .difference import Bounds
 from .plain.draw_laws import DrawLaws
 from .plain.experts import PlainExperts
 from .plain.functions import PlainFunctions
@@ -70,15 +69,25 @@ class Reference:
     slowest_s: float = 0.0  # of the steps
     # laws that what was drawn for both sides breaks: masks, random numbers, the order of samples
     broken: tuple[str, ...] = ()
-    # what it is instead of the plain run: a synchroniser's own definition, and what counts as equal
-    # to it, if not what does in this precision
-    definition: str = ""
-    within: Bounds | None = None
-    optimizer: Optimizers | None = None  # in place of the case's
+    definition: str = ""  # what it is instead of the plain run: a synchroniser's own definition
+    case: Case | None = None  # what was run, if not the case that was asked for
+    replicas: tuple[Reference, ...] = ()  # one for each, where they step by themselves
 
 
-def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Reference:
-    """`steps` optimizer steps of the case on this process alone.
+def run_reference(case: Case, steps: int) -> Reference:
+    """`steps` optimizer steps of the case on this process alone."""
+    run = reference_steps(case, steps)
+    while True:
+        try:
+            next(run)
+        except StopIteration as end:
+            return end.value
+
+
+def reference_steps(
+    case: Case, steps: int, in_microbatches: bool = False
+) -> Generator[dict[str, nn.Parameter], None, Reference]:
+    """The same step by step: gives the weights after each, which may be changed before the next.
 
     The whole batch goes through at once, unless the microbatch is part of what is computed: with
     batch norms, `routing.shares` of experts, or a forward that changes weights or buffers.
@@ -130,7 +139,7 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
                         nbytes += [(-1, entry.nbytes) for entry in read.read.values()]
                         found.loss_bytes = found.loss_bytes or tuple(nbytes)
             if before is not None and not _same_state(before, model):
-                return run_reference(case, steps, in_microbatches=True)
+                return (yield from reference_steps(case, steps, in_microbatches=True))
             outputs.append(output)
             if not whole:
                 sum(added, part).backward()
@@ -142,7 +151,7 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
                 found.traces.append(trace)
                 shares = any(each.what == "shares" for each in trace.asked)
                 if shares and not in_microbatches and plan.accumulate > 1:
-                    return run_reference(case, steps, in_microbatches=True)
+                    return (yield from reference_steps(case, steps, in_microbatches=True))
             if not whole:
                 loss_sum += part.detach()
                 weight += torch.as_tensor(count).detach()
@@ -168,6 +177,7 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
         optimizer.step()
         experts.move()
         found.slowest_s = max(found.slowest_s, time.monotonic() - begun)
+        yield masters.named
         if step == 0:
             found.updated = {n: p.detach().clone() for n, p in masters.named.items()}
     masters.restore()

@@ -44,7 +44,8 @@ class VerifyReport:
         )
         if any(result.definition for result in self.results):
             verdict += " (by the definitions of their synchronisers)"
-        bounds = self.results[0].bounds if self.results else Bounds()
+        found = (result.bounds for result in self.results)
+        bounds = max(found, key=lambda each: each.gradient, default=Bounds())
         tail = (
             f" below {bounds} in {bounds.precision}"
             if not bad

@@ -174,7 +174,7 @@ def state_errors(
             held[piece.name] = [p for _, p in piece.chunks] if piece.writer else []
             if piece.name in weights:
                 continue
-            owner = piece.name.removeprefix("optimizer/").rpartition("/")[0]
+            owner = piece.name.partition("/")[2].rpartition("/")[0]
             of_elements = owner in weights and want.ndim and want.shape == weights[owner].shape
             of_elements = of_elements and owner not in engine.updated_whole
             if (
@@ -188,6 +188,8 @@ def state_errors(
                     f" {piece.shape}"
                 )
             floor = Bounds.small * _norm_like(piece.name, reference)
+            if piece.name.startswith("outer/"):  # a difference of weights is measured as they are
+                floor = norms_of({owner: weights[owner]})[0]
             error = tensor_error(piece.tensor, piece.chunks, want, floor)
             of_optimizer = piece.name.startswith("optimizer/")
             errors[f"{piece.name} after the last step"] = error * (

@@ -15,6 +15,7 @@ from weft.core import (
     CompileOptions,
     ConfigError,
     Layout,
+    LocalSteps,
     Plan,
     Refusal,
     WorkerDied,
@@ -34,6 +35,7 @@ from .delayed_reference import run_delayed
 from .difference import BOUNDS, SGD_LR
 from .mixing import mixed_samples
 from .reference import Reference, run_reference
+from .replica_reference import run_replicas
 from .report import VerifyReport
 
 
@@ -119,6 +121,9 @@ def _own_definition(case: Case, layout: str, steps: int) -> Reference | Refusal 
     try:
         with torch.random.fork_rng([]):
             plan = case.lay(case.model(), layout)
+        if plan.replicas_step_independently and isinstance(plan.sync, LocalSteps):
+            _check_exact(case, "sync.name", plan.sync.name)
+            return run_replicas(case, layout, steps)
         sync = plan.gradient_sync
         if sync is None or sync.codec.name == "identity":
             return None
