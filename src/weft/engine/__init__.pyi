@@ -34,6 +34,8 @@ from .optimizers import (
 from .pipeline.runner import Span as Span
 from .pipeline.stage_compute import Loss as Loss
 from .protocol import StepResult as StepResult, TrainingEngine as TrainingEngine
+from .replica_sync.async_parameter_server import UpdateOrder as UpdateOrder
+from .replica_sync.async_servers import AsyncServerReplicas as AsyncServerReplicas
 from .replica_sync.membership import (
     ReplicaGroup as ReplicaGroup,
     is_left_out as is_left_out,

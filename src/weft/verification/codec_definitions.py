@@ -20,6 +20,7 @@ from .plain.draw_laws import DrawLaws
 
 Shapes = Sequence[tuple[int, ...]]
 
+EXACT = 'verify with codec = "identity", which leaves the codec out'
 FLOAT32 = 2.0**-22  # two roundings of a number in a message, where the sides round to neighbours
 HALVES = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # one rounding of a codec that rounds sums, too
 

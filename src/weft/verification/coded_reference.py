@@ -21,6 +21,7 @@ from weft.parallel import STATE_AXES
 
 from .case import Case
 from .codec_definitions import (
+    EXACT,
     DefinedCodec,
     codec_bounds,
     describe_codec,
@@ -40,8 +41,6 @@ from .reference import (
 )
 
 Gradients = dict[str, Tensor]
-
-EXACT = 'verify with codec = "identity", which leaves the codec out'
 
 
 def run_coded(case: Case, layout: str, steps: int) -> Reference:

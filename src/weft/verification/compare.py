@@ -80,6 +80,7 @@ class LayoutResult:
     delayed: bool = False  # held to one device with the same delays, not to the plain run
     definition: str = ""  # of its synchroniser, which it is held to instead of the plain run
     steps: int = 0  # that were compared
+    apart: bool = False  # replicas step by themselves: nothing audits what they exchange
     workers: tuple[str, ...] = ()
     compiled: CompileCounts | None = None  # in the steps after the first
     bounds: Bounds = field(default_factory=Bounds)
@@ -123,7 +124,7 @@ def check_layout(case: Case, layout: str, reference: Reference) -> LayoutResult:
         return _check(case, layout, reference)
 
 
-def _hang_s(case: Case, layout: str, reference: Reference) -> float:
+def hang_s(case: Case, layout: str, reference: Reference) -> float:
     """Seconds without a step that are a hang. All ranks may share the cores of the reference."""
     if case.hang_s is not None:
         return case.hang_s
@@ -132,7 +133,7 @@ def _hang_s(case: Case, layout: str, reference: Reference) -> float:
     return max(LEAST_S, TIMES * Layout.parse(layout).world * reference.slowest_s)
 
 
-def _build(case: Case, layout: str, plan: Plan | None) -> tuple[nn.Module, Plan]:
+def build(case: Case, layout: str, plan: Plan | None) -> tuple[nn.Module, Plan]:
     """The model, without weights where that is possible, as ranks train it; and its plan if there
     is none."""
     if not case.workers:
@@ -143,7 +144,7 @@ def _build(case: Case, layout: str, plan: Plan | None) -> tuple[nn.Module, Plan]
     return model, plan or case.lay(model, layout)
 
 
-def _engine(case: Case, plan: Plan, model: nn.Module) -> TrainingEngine:
+def make_engine(case: Case, plan: Plan, model: nn.Module) -> TrainingEngine:
     if case.workers:
         remote = Remote(
             model,
@@ -174,8 +175,8 @@ def _engine(case: Case, plan: Plan, model: nn.Module) -> TrainingEngine:
 
 def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     case = reference.case or case
-    model, plan = _build(case, layout, reference.plan)
-    engine = _engine(case, plan, model)
+    model, plan = build(case, layout, reference.plan)
+    engine = make_engine(case, plan, model)
     if reference.replicas:
         reference = reference.replicas[engine.replicas.index]
     errors: dict[str, dict[str, float]] = {"loss": {}, "gradient": {}, "weight": {}}
@@ -183,7 +184,7 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     seen: list[Collective] = []
     compiled_seen: list[Collective] = []
     compiled = engine.compiled if isinstance(engine, Engine) and engine.compiled else None
-    with Watchdog(_hang_s(case, layout, reference)) as watchdog:
+    with Watchdog(hang_s(case, layout, reference)) as watchdog:
         for step, loss in enumerate(reference.losses):
             batch = case.batch_of(step, engine.data_rank, engine.data_size)
             found += _wrong_batch(engine, batch, reference.batches[step], step)
@@ -237,12 +238,13 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
             for key, (count, _) in totals.items()
             if key[1] == STAGE_AXIS and key in ran and ran[key][0] == count
         }
-    first = min(found, key=_order_of, default=None)
+    first = min(found, key=order_of, default=None)
     if compiled is not None:
         problem = problem or _compiled_problem(compiled, predicted, compiled_seen)
-    together = _merge_ranks(layout, (errors, first, problem, totals, ran))
+    together = merge_ranks(layout, (errors, first, problem, totals, ran))
     counts = None if compiled is None or len(reference.losses) < 2 else compiled.counts
     together = replace(together, compiled=counts)
+    together = replace(together, apart=engine.replicas.independent)
     delayed, workers = reference.plan is not None, tuple(case.workers)
     together = replace(together, definition=reference.definition, steps=len(reference.losses))
     return replace(together, delayed=delayed, workers=workers, bounds=case.bounds)
@@ -379,7 +381,7 @@ def _regathered(order: list[tuple[str, bool, bool]]) -> Counter[str]:
 ORDER = ("parameter", "batch", "output", "loss", "output gradient", "gradient", "norm", "weight")
 
 
-def _order_of(difference: Difference) -> tuple[int, int, int]:
+def order_of(difference: Difference) -> tuple[int, int, int]:
     (step, what, place), _ = difference
     return step, ORDER.index(what), place
 
@@ -443,7 +445,7 @@ def _routings(traces: list[ActivationRecorder]) -> list[RoutingCall]:
 # ---- all ranks together --------------------------------------------------------------------------
 
 
-def _merge_ranks(layout: str, mine: tuple) -> LayoutResult:
+def merge_ranks(layout: str, mine: tuple) -> LayoutResult:
     everyone: list[Any] = [mine]
     if dist.is_initialized() and dist.get_world_size() > 1:
         everyone = [None] * dist.get_world_size()
@@ -457,7 +459,7 @@ def _merge_ranks(layout: str, mine: tuple) -> LayoutResult:
         ]
         error, what, rank = max(found, key=lambda f: f[0], default=(0.0, "", 0))
         worst[kind] = (error, f"{what} (rank {rank})")
-    firsts = [(_order_of(f), f[1], r) for r, (_, f, *_) in enumerate(everyone) if f is not None]
+    firsts = [(order_of(f), f[1], r) for r, (_, f, *_) in enumerate(everyone) if f is not None]
     first = min(firsts, default=None)
     problems = [p for _, _, p, _, _ in everyone if p is not None]
     predicted, seen = everyone[0][3], everyone[0][4]

@@ -72,6 +72,7 @@ class Reference:
     definition: str = ""  # what it is instead of the plain run: a synchroniser's own definition
     case: Case | None = None  # what was run, if not the case that was asked for
     replicas: tuple[Reference, ...] = ()  # one for each, where they step by themselves
+    replayed: bool = False  # it is made of what happened in the run that is compared with it
 
 
 def run_reference(case: Case, steps: int) -> Reference:

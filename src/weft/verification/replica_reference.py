@@ -15,7 +15,7 @@ from weft.engine import message_params
 from weft.nn import mix_key
 
 from .case import Batch, Case
-from .codec_definitions import DefinedCodec, codec_bounds, describe_codec, rounding_optimizer
+from .codec_definitions import EXACT, DefinedCodec, codec_bounds, describe_codec, rounding_optimizer
 from .parcels import Parcel, parcel_of, samples_of
 from .plain.replicas import RULES, PlainReplicas, Weights, mean_difference
 from .reference import Reference, reference_steps
@@ -42,7 +42,7 @@ def run_replicas(case: Case, layout: str, steps: int) -> Reference:
         case = replace(case, optimizer=instead)
     definition = _describe(sync, configured) + (", with SGD" if instead is not None else "")
     runs = [
-        reference_steps(_of_replica(case, count, number, samples), max(steps, _steps_of(sync)))
+        reference_steps(case_of_replica(case, count, number, samples), max(steps, _steps_of(sync)))
         for number, samples in enumerate(samples_of(plan, REPLICA_AXIS))
     ]
     trained = {n: p.detach() for n, p in case.model().named_parameters() if p.requires_grad}
@@ -122,15 +122,14 @@ class _WeightExchange:
             if coded.plain.undecided:
                 problem = "its definition does not tell what a replica sends: a difference of"
                 problem += " weights is rounding alone"
-                fix = 'verify with codec = "identity", which leaves the codec out'
-                raise ConfigError("sync.codec", self._codec, problem, fix)
+                raise ConfigError("sync.codec", self._codec, problem, EXACT)
         return found
 
 
 # ---- one replica as a case of its own ------------------------------------------------------------
 
 
-def _of_replica(case: Case, count: int, number: int, samples: Sequence[int]) -> Case:
+def case_of_replica(case: Case, count: int, number: int, samples: Sequence[int]) -> Case:
     """What one of `count` replicas trains: these samples of each batch."""
     return replace(
         case,

@@ -117,6 +117,8 @@ def result_table(result: LayoutResult, steps: int) -> str:
         return "\n".join(
             [*lines, "  not audited       what calls between the driver and its workers send"]
         )
+    if result.apart:
+        lines.append("  not audited       what replicas that step by themselves send")
     if result.compiled is not None:
         lines.append(f"  compiled          {result.compiled}, after the first step")
     lines.append("  collectives of a step      predicted                 seen")

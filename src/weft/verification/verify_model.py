@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from weft.core import (
     DRIVER,
+    AsyncServers,
     CompileChoice,
     CompileOptions,
     ConfigError,
@@ -37,6 +38,7 @@ from .mixing import mixed_samples
 from .reference import Reference, run_reference
 from .replica_reference import run_replicas
 from .report import VerifyReport
+from .server_replay import check_replayed, replayed_reference
 
 
 def verify_case(
@@ -124,6 +126,9 @@ def _own_definition(case: Case, layout: str, steps: int) -> Reference | Refusal 
         if plan.replicas_step_independently and isinstance(plan.sync, LocalSteps):
             _check_exact(case, "sync.name", plan.sync.name)
             return run_replicas(case, layout, steps)
+        if plan.replicas_step_independently and isinstance(plan.sync, AsyncServers):
+            _check_exact(case, "sync.name", plan.sync.name)
+            return replayed_reference(case, layout, steps)
         sync = plan.gradient_sync
         if sync is None or sync.codec.name == "identity":
             return None
@@ -145,8 +150,9 @@ def _check_exact(case: Case, field: str, value: str) -> None:
 
 def _under(case: Case, layout: str, reference: Reference) -> LayoutResult:
     names = (DRIVER, *case.workers) if case.workers else ()
+    check = check_replayed if reference.replayed else check_layout
     return run_workers(
-        check_layout, len(names) or Layout.parse(layout).world, case, layout, reference, names=names
+        check, len(names) or Layout.parse(layout).world, case, layout, reference, names=names
     )[0]
 
 
