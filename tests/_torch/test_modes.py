@@ -6,7 +6,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft._torch.modes import dispatch_modes, function_modes, without_dispatch_modes
+from weft._torch.modes import (
+    dispatch_modes,
+    function_modes,
+    without_dispatch_modes,
+    without_function_modes,
+)
 
 
 class Functions(TorchFunctionMode): ...
@@ -30,4 +35,14 @@ class Refusing(TorchDispatchMode):
 
 def test_operators_go_past_dispatch_modes() -> None:
     with Refusing(), without_dispatch_modes():
+        assert torch.ones(2).sum().item() == 2
+
+
+class NoFunctions(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        raise AssertionError(func)
+
+
+def test_functions_go_past_function_modes() -> None:
+    with NoFunctions(), without_function_modes():
         assert torch.ones(2).sum().item() == 2

@@ -65,11 +65,11 @@ def verify(
         from weft.verification import (
             coverage,
             coverage_text,
-            exact_sync,
             on_cpus,
             result_table,
             runnable_layouts,
             verified_precision,
+            verified_sync,
             verify_deep,
             verify_layouts,
         )
@@ -97,7 +97,7 @@ def verify(
                 " --precision float8 verifies it, by emulation",
                 err=True,
             )
-        exact, changed = exact_sync(run.sync), ""
+        exact, changed = verified_sync(run.sync, precision), ""
         if run.sync != exact:
             changed = (
                 f"[sync] {run.sync.name}, {run.sync.codec} changes numbers by design:"

@@ -173,18 +173,18 @@ class MessageCodec(Codec):
         kept = {"residual": torch.zeros_like(like)} if self.feedback else {}
         return kept | ({"calls": torch.zeros((), dtype=torch.int64)} if self.draws else {})
 
-    def _generator(
+    def generator(
         self, state: CodecState, peers: ReplicaView, device: torch.device
     ) -> torch.Generator | None:
-        """Other draws on every replica and in every call, and the same on ranks that hold the same
-        of one replica."""
+        """Where the draws of a call come from: others on every replica and in every call, and the
+        same on ranks that hold the same of one replica."""
         if not self.draws:
             return None
         state["calls"] += 1
         return torch.Generator(device).manual_seed(int(state["calls"]) * peers.size + peers.index)
 
     def reduce(self, x: Tensor, state: CodecState, shapes: Shapes, peers: ReplicaView) -> Reduction:
-        generator = self._generator(state, peers, x.device)
+        generator = self.generator(state, peers, x.device)
         if self.feedback:
             x.add_(state["residual"])
         if peers.sharded and peers.size > 2 and not self.sparse:
@@ -243,7 +243,7 @@ class MessageCodec(Codec):
             rows[:, :n] += state["residual"].view(peers.size, n)
         padded = torch.empty_like(rows[0])
         error = yield from self._scatter(
-            rows, padded, peers, self._generator(state, peers, x.device)
+            rows, padded, peers, self.generator(state, peers, x.device)
         )
         if self.feedback:
             state["residual"].view(peers.size, n).copy_(error[:, :n])

@@ -34,11 +34,14 @@ from .optimizers import (
 from .pipeline.runner import Span as Span
 from .pipeline.stage_compute import Loss as Loss
 from .protocol import StepResult as StepResult, TrainingEngine as TrainingEngine
+from .replica_sync.async_parameter_server import UpdateOrder as UpdateOrder
+from .replica_sync.async_servers import AsyncServerReplicas as AsyncServerReplicas
 from .replica_sync.membership import (
     ReplicaGroup as ReplicaGroup,
     is_left_out as is_left_out,
     mark_ended as mark_ended,
 )
+from .replica_sync.outer_optimizer import message_params as message_params
 from .rpc.calls import ModuleCalls as ModuleCalls
 from .rpc.remote_engine import Remote as Remote, check_worker_plan as check_worker_plan
 from .setup import check_offload_device as check_offload_device, own_device as own_device

@@ -4,9 +4,9 @@ from .coverage import coverage as coverage, coverage_text as coverage_text
 from .report import VerifyReport as VerifyReport, result_table as result_table
 from .verify_model import verify as verify, verify_case as verify_case
 from .verify_run import (
-    exact_sync as exact_sync,
     on_cpus as on_cpus,
     verified_precision as verified_precision,
+    verified_sync as verified_sync,
     verify_deep as verify_deep,
     verify_layouts as verify_layouts,
 )

@@ -32,7 +32,7 @@ class Case:
     `order_faults()`: what is wrong with the order of samples. `hang_s`: seconds without a step
     that are a hang; None: it follows from how long the reference takes. `workers`:
     where modules live. `build_deferred` makes the same model without weights; default: by `build`.
-    `compile`: as of an Engine.
+    `compile`: as of an Engine. `within`: what counts as equal; default: what does in `precision`.
     """
 
     build: Callable[[], nn.Module]
@@ -50,11 +50,12 @@ class Case:
     whole_batch: Callable[[int], Batch] | None = None
     order_faults: Callable[[], Sequence[str]] = tuple
     hang_s: float | None = None
+    within: Bounds | None = None
 
     @property
     def bounds(self) -> Bounds:
         """What counts as equal."""
-        return BOUNDS[self.precision]
+        return self.within or BOUNDS[self.precision]
 
     @property
     def dtype(self) -> torch.dtype:

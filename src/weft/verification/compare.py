@@ -79,6 +79,9 @@ class LayoutResult:
     comms_seen: dict[tuple[str, str], tuple[int, int]]
     problem: str | None = None
     delayed: bool = False  # held to one device with the same delays, not to the plain run
+    definition: str = ""  # of its synchroniser, which it is held to instead of the plain run
+    steps: int = 0  # that were compared
+    apart: bool = False  # replicas step by themselves: nothing audits what they exchange
     workers: tuple[str, ...] = ()
     compiled: CompileCounts | None = None  # in the steps after the first
     bounds: Bounds = field(default_factory=Bounds)
@@ -122,7 +125,7 @@ def check_layout(case: Case, layout: str, reference: Reference) -> LayoutResult:
         return _check(case, layout, reference)
 
 
-def _hang_s(case: Case, layout: str, reference: Reference) -> float:
+def hang_s(case: Case, layout: str, reference: Reference) -> float:
     """Seconds without a step that are a hang. All ranks may share the cores of the reference."""
     if case.hang_s is not None:
         return case.hang_s
@@ -131,7 +134,7 @@ def _hang_s(case: Case, layout: str, reference: Reference) -> float:
     return max(LEAST_S, TIMES * Layout.parse(layout).world * reference.slowest_s)
 
 
-def _build(case: Case, layout: str, plan: Plan | None) -> tuple[nn.Module, Plan]:
+def build(case: Case, layout: str, plan: Plan | None) -> tuple[nn.Module, Plan]:
     """The model, without weights where that is possible, as ranks train it; and its plan if there
     is none."""
     if not case.workers:
@@ -142,7 +145,7 @@ def _build(case: Case, layout: str, plan: Plan | None) -> tuple[nn.Module, Plan]
     return model, plan or case.lay(model, layout)
 
 
-def _engine(case: Case, plan: Plan, model: nn.Module) -> TrainingEngine:
+def make_engine(case: Case, plan: Plan, model: nn.Module) -> TrainingEngine:
     if case.workers:
         remote = Remote(
             model,
@@ -172,8 +175,11 @@ def _engine(case: Case, plan: Plan, model: nn.Module) -> TrainingEngine:
 
 
 def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
-    model, plan = _build(case, layout, reference.plan)
-    engine = _engine(case, plan, model)
+    case = reference.case or case
+    model, plan = build(case, layout, reference.plan)
+    engine = make_engine(case, plan, model)
+    if reference.replicas:
+        reference = reference.replicas[engine.replicas.index]
     errors: dict[str, dict[str, float]] = {"loss": {}, "gradient": {}, "weight": {}}
     found = _other_parameters(engine, reference)
     seen: list[Collective] = []
@@ -182,9 +188,9 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     compiled = engine.compiled if isinstance(engine, Engine) and engine.compiled else None
     if case.precision == "fp16":  # each sample's loss is divided by their number
         _set_loss_scale(engine, reference.loss_scale * plan.batch)
-    with Watchdog(_hang_s(case, layout, reference)) as watchdog:
+    with Watchdog(hang_s(case, layout, reference)) as watchdog:
         for step, loss in enumerate(reference.losses):
-            batch = case.batch_of(step, engine.mesh.index(*DATA_AXES), plan.data_size)
+            batch = case.batch_of(step, engine.data_rank, engine.data_size)
             found += _wrong_batch(engine, batch, reference.batches[step], step)
             if step == 0:
                 with (
@@ -224,6 +230,8 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
                 found += _first_of(updated, (step, "weight"), case.bounds.weight)
     overflow = _overflow_problem(case, engine) if case.precision == "fp16" else None
     last, problem = state_errors(engine, reference, case.bounds)
+    if engine.replicas.independent:
+        engine.close()
     problem = "; ".join(reference.broken) or overflow or problem or other_step
     found += _first_of(last, (len(reference.losses), "weight"), case.bounds.weight)
     errors["weight"] |= last
@@ -239,13 +247,15 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
             for key, (count, _) in totals.items()
             if key[1] == STAGE_AXIS and key in ran and ran[key][0] == count
         }
-    first = min(found, key=_order_of, default=None)
+    first = min(found, key=order_of, default=None)
     if compiled is not None:
         problem = problem or _compiled_problem(compiled, predicted, compiled_seen)
-    together = _merge_ranks(layout, (errors, first, problem, totals, ran))
+    together = merge_ranks(layout, (errors, first, problem, totals, ran))
     counts = None if compiled is None or len(reference.losses) < 2 else compiled.counts
     together = replace(together, compiled=counts)
+    together = replace(together, apart=engine.replicas.independent)
     delayed, workers = reference.plan is not None, tuple(case.workers)
+    together = replace(together, definition=reference.definition, steps=len(reference.losses))
     return replace(together, delayed=delayed, workers=workers, bounds=case.bounds)
 
 
@@ -418,7 +428,7 @@ def _regathered(order: list[tuple[str, bool, bool]]) -> Counter[str]:
 ORDER = ("parameter", "batch", "output", "loss", "output gradient", "gradient", "norm", "weight")
 
 
-def _order_of(difference: Difference) -> tuple[int, int, int]:
+def order_of(difference: Difference) -> tuple[int, int, int]:
     (step, what, place), _ = difference
     return step, ORDER.index(what), place
 
@@ -482,7 +492,7 @@ def _routings(traces: list[ActivationRecorder]) -> list[RoutingCall]:
 # ---- all ranks together --------------------------------------------------------------------------
 
 
-def _merge_ranks(layout: str, mine: tuple) -> LayoutResult:
+def merge_ranks(layout: str, mine: tuple) -> LayoutResult:
     everyone: list[Any] = [mine]
     if dist.is_initialized() and dist.get_world_size() > 1:
         everyone = [None] * dist.get_world_size()
@@ -496,7 +506,7 @@ def _merge_ranks(layout: str, mine: tuple) -> LayoutResult:
         ]
         error, what, rank = max(found, key=lambda f: f[0], default=(0.0, "", 0))
         worst[kind] = (error, f"{what} (rank {rank})")
-    firsts = [(_order_of(f), f[1], r) for r, (_, f, *_) in enumerate(everyone) if f is not None]
+    firsts = [(order_of(f), f[1], r) for r, (_, f, *_) in enumerate(everyone) if f is not None]
     first = min(firsts, default=None)
     problems = [p for _, _, p, _, _ in everyone if p is not None]
     predicted, seen = everyone[0][3], everyone[0][4]

@@ -9,6 +9,7 @@ from weft.core import OFF, PrecisionConfig, RunConfig
 
 from .difference import BOUNDS
 from .training_check import TrainingResult
+from .verify_run import exact_sync
 
 CHECKED, DEEP, NOT = "checked", "with --deep", "not checked"
 
@@ -68,7 +69,14 @@ def coverage(
     if name != _name(precision):
         how = f": with --precision {name}" if name in BOUNDS else ""
         rows.append(Covered(NOT, f"rounding in {name}, which the run computes in{how}"))
-    rows += [Covered(NOT, changed)] if changed else []
+    exact = exact_sync(run.sync)
+    if changed:
+        rows.append(Covered(NOT, changed))
+    elif run.sync != exact:
+        by = f"[sync] {run.sync.name}, {run.sync.codec}"
+        rows.append(Covered(CHECKED, f"{by}: by its own definition"))
+        if trained:
+            rows.append(Covered(NOT, f"training with {by}: --deep trains with {exact.name}"))
     for key in ("async_tp", "offload_activations"):
         if getattr(t, key):
             rows.append(Covered(NOT, f"train.{key}, which needs GPUs"))

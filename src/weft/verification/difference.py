@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 TOLERANCE = 1e-9  # in float64
+SGD_LR = 0.1  # of the optimizer where roundings differ: a step is to be seen beside them
 
 # (step, what, place among its kind), and what to say of it
 Difference = tuple[tuple[int, str, int], str]

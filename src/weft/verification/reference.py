@@ -8,7 +8,7 @@ masks. Laws hold what is drawn (`plain.draw_laws`, `plain.samples`).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 
@@ -54,11 +54,27 @@ class Reference:
     loss_scale: float = 1.0
     # laws that what was drawn for both sides breaks: masks, random numbers, the order of samples
     broken: tuple[str, ...] = ()
+    definition: str = ""  # what it is instead of the plain run: a synchroniser's own definition
+    case: Case | None = None  # what was run, if not the case that was asked for
+    replicas: tuple[Reference, ...] = ()  # one for each, where they step by themselves
+    replayed: bool = False  # it is made of what happened in the run that is compared with it
 
 
-def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Reference:
+def run_reference(case: Case, steps: int) -> Reference:
     """`steps` optimizer steps of the case on this process alone. In fp16 one more follows that
     overflows, and changes no weight."""
+    run = reference_steps(case, steps)
+    while True:
+        try:
+            next(run)
+        except StopIteration as end:
+            return end.value
+
+
+def reference_steps(
+    case: Case, steps: int, in_microbatches: bool = False
+) -> Generator[dict[str, nn.Parameter], None, Reference]:
+    """The same step by step: gives the weights after each, which may be changed before the next."""
     scale = fitting_scale(case, in_microbatches) if case.precision == "fp16" else 1.0
     run, record = PlainRun(case, in_microbatches), StepRecord()
     found = Reference(tuple(name for name, _ in run.model.named_parameters()), loss_scale=scale)
@@ -69,7 +85,7 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
         try:
             loss, _ = run.gradients(step, batch, record if step == 0 else None)
         except NeedsMicrobatches:
-            return run_reference(case, steps, in_microbatches=True)
+            return (yield from reference_steps(case, steps, in_microbatches=True))
         found.losses.append(loss)
         found.gradients.append(
             {n: p.grad.clone() for n, p in run.params.items() if p.grad is not None}
@@ -81,6 +97,7 @@ def run_reference(case: Case, steps: int, in_microbatches: bool = False) -> Refe
         found.norms.append(norms_of(found.gradients[-1])[0])
         run.update(case.clip)
         found.slowest_s = max(found.slowest_s, time.monotonic() - begun)
+        yield run.params
         if step == 0:
             found.updated = {n: p.detach().clone() for n, p in run.params.items()}
     if case.precision == "fp16":

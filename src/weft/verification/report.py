@@ -50,7 +50,10 @@ class VerifyReport:
             if any(result.delayed for result in self.results)
             else ""
         )
-        bounds = self.results[0].bounds if self.results else Bounds()
+        if any(result.definition for result in self.results):
+            verdict += " (by the definitions of their synchronisers)"
+        found = (result.bounds for result in self.results)
+        bounds = max(found, key=lambda each: each.gradient, default=Bounds())
         tail = (
             f" below {bounds} in {bounds.precision}"
             if not bad
@@ -69,6 +72,7 @@ class VerifyReport:
                 **({"workers": list(r.workers)} if r.workers else {}),
                 "passed": r.passed,
                 **({"refused": r.refused} if r.refused else {}),
+                **({"definition": r.definition} if r.definition else {}),
                 "loss_rel_err": _number(r.loss_rel_err),
                 "grad_rel_err": _number(r.grad_rel_err),
                 "param_rel_err": _number(r.param_rel_err),
@@ -106,6 +110,10 @@ def result_table(result: LayoutResult, steps: int) -> str:
     if result.refused is not None:
         return f"{result.layout}: REFUSED\n  {result.refused}"
     mark = "equal" if result.passed else "DIFFERENT"
+    if result.definition:
+        of = "its own sequential definition on one device"
+        mark += f" {'to' if result.passed else 'from'} {of}: {result.definition}"
+    steps = result.steps or steps
     lines = [
         (
             f"{result.layout}{', workers ' + ', '.join(result.workers) if result.workers else ''}:"
@@ -127,6 +135,8 @@ def result_table(result: LayoutResult, steps: int) -> str:
         return "\n".join(
             [*lines, "  not audited       what calls between the driver and its workers send"]
         )
+    if result.apart:
+        lines.append("  not audited       what replicas that step by themselves send")
     if result.compiled is not None:
         lines.append(f"  compiled          {result.compiled}, after the first step")
     lines.append("  collectives of a step      predicted                 seen")

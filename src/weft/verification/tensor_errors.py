@@ -143,7 +143,7 @@ def weight_errors(
 
 def _of_rounding(reference: Reference, bounds: Bounds) -> frozenset[str]:
     """Weights that got a gradient, and in no step more than rounding leaves in float64."""
-    if bounds != Bounds() or not reference.gradients:
+    if bounds.precision != Bounds.precision or not reference.gradients:
         return frozenset()
     found = frozenset(reference.gradients[0])
     for gradients, norm in zip(reference.gradients, reference.norms, strict=True):
@@ -166,14 +166,16 @@ def state_errors(
         for piece in engine.tensors():
             want = reference.final.get(piece.name)
             if want is None:
-                if piece.name.startswith("optimizer/"):
-                    continue  # state that one device has not made: the gradient never came
+                if piece.name.startswith(("optimizer/", "sync/")):
+                    # state that one device has not made: the gradient never came; or what a codec
+                    # keeps, which the next step shows
+                    continue
                 errors[f"{piece.name} (not on one device)"] = inf
                 continue
             held[piece.name] = [p for _, p in piece.chunks] if piece.writer else []
             if piece.name in weights:
                 continue
-            owner = piece.name.removeprefix("optimizer/").rpartition("/")[0]
+            owner = piece.name.partition("/")[2].rpartition("/")[0]
             of_elements = owner in weights and want.ndim and want.shape == weights[owner].shape
             of_elements = of_elements and owner not in engine.updated_whole
             if (
@@ -187,6 +189,8 @@ def state_errors(
                     f" {piece.shape}"
                 )
             floor = Bounds.small * _norm_like(piece.name, reference.final)
+            if piece.name.startswith("outer/"):  # a difference of weights is measured as they are
+                floor = norms_of({owner: weights[owner]})[0]
             error = tensor_error(piece.tensor, piece.chunks, want, floor)
             of_optimizer = piece.name.startswith("optimizer/")
             errors[f"{piece.name} after the last step"] = error * (

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 
 from weft.core import (
     DRIVER,
+    AsyncServers,
     CompileChoice,
     CompileOptions,
     ConfigError,
     Layout,
+    LocalSteps,
     Plan,
     Refusal,
     WorkerDied,
@@ -28,14 +30,15 @@ from weft.parallel import DATA_AXES, plan as lay
 from weft.train import HANGS
 
 from .case import Batch, Case
+from .coded_reference import run_coded
 from .compare import LayoutResult, check_layout, failed_result, refused_result
 from .delayed_reference import run_delayed
-from .difference import BOUNDS
+from .difference import BOUNDS, SGD_LR
 from .mixing import mixed_samples
 from .reference import Reference, run_reference
+from .replica_reference import run_replicas
 from .report import VerifyReport
-
-SGD_LR = 0.1  # of the optimizer in bf16: large enough for a step to be seen beside rounding
+from .server_replay import check_replayed, replayed_reference
 
 
 def verify_case(
@@ -88,7 +91,9 @@ def _references(case: Case, layouts: Sequence[str], steps: int) -> list[Referenc
     found: list[Reference | Refusal] = []
     parted: dict[bool, Refusal | None] = {False: None}
     with torch.random.fork_rng([]):  # a build may draw from where the process is
-        several = bool(layouts) and case.lay(case.model(), "dp1").accumulate > 1  # microbatches
+        alone = case.lay(case.model(), "dp1") if layouts else None
+    several = alone is not None and alone.accumulate > 1  # microbatches
+    synced = alone is not None and alone.sync is not None and not alone.sync.plain
     for layout in layouts:
         parts = several or Layout.parse(layout).size(*DATA_AXES) > 1
         if parts not in parted:
@@ -105,16 +110,49 @@ def _references(case: Case, layouts: Sequence[str], steps: int) -> list[Referenc
                 fix = "verify it in fp64, or a synchronous schedule such as 1f1b"
                 raise ConfigError("--precision", case.precision, problem, fix)
             found.append(run_delayed(case, layout, steps))
+        elif synced and (own := _own_definition(case, layout, steps)) is not None:
+            found.append(own)
         else:
             plain = plain or run_reference(case, steps)
             found.append(plain)
     return found
 
 
+def _own_definition(case: Case, layout: str, steps: int) -> Reference | Refusal | None:
+    """What the definition of a layout's synchroniser gives; None where it is the plain run."""
+    try:
+        with torch.random.fork_rng([]):
+            plan = case.lay(case.model(), layout)
+        if plan.replicas_step_independently and isinstance(plan.sync, LocalSteps):
+            _check_exact(case, "sync.name", plan.sync.name)
+            return run_replicas(case, layout, steps)
+        if plan.replicas_step_independently and isinstance(plan.sync, AsyncServers):
+            _check_exact(case, "sync.name", plan.sync.name)
+            return replayed_reference(case, layout, steps)
+        sync = plan.gradient_sync
+        if sync is None or sync.codec.name == "identity":
+            return None
+        if not (plan.uses_custom_dp_sync or plan.fsdp_uses_codec):
+            return None
+        _check_exact(case, "sync.codec", sync.codec.name)
+        return run_coded(case, layout, steps)
+    except Refusal as error:
+        return error
+
+
+def _check_exact(case: Case, field: str, value: str) -> None:
+    """Refuse in lower precision what a rounding would change by far. Raises ConfigError."""
+    if case.precision != "fp64":
+        problem = "changes numbers by design, which is verified in float64 alone"
+        fix = "verify it in fp64, or with the default synchroniser"
+        raise ConfigError(field, value, problem, fix)
+
+
 def _under(case: Case, layout: str, reference: Reference) -> LayoutResult:
     names = (DRIVER, *case.workers) if case.workers else ()
+    check = check_replayed if reference.replayed else check_layout
     return run_workers(
-        check_layout, len(names) or Layout.parse(layout).world, case, layout, reference, names=names
+        check, len(names) or Layout.parse(layout).world, case, layout, reference, names=names
     )[0]
 
 

@@ -27,10 +27,11 @@ from weft.train import (
 
 from .case import Batch, Case
 from .compare import LayoutResult
+from .difference import SGD_LR
 from .plain.samples import order_faults, whole_batch_of
 from .report import VerifyReport
 from .training_check import TrainingResult, verify_training
-from .verify_model import SGD_LR, check_precision, verify_case
+from .verify_model import check_precision, verify_case
 
 
 def verify_layouts(
@@ -55,7 +56,7 @@ def verify_layouts(
         refused: those of the layouts that cannot be planned, and why.
     """
     table = verified_precision(run.precision, precision)
-    update = {"precision": table, "sync": exact_sync(run.sync)}
+    update = {"precision": table, "sync": verified_sync(run.sync, precision)}
     case = make_case(on_cpus(run).model_copy(update=update))
     return verify_case(case, layouts, steps, done, refused)
 
@@ -88,6 +89,12 @@ def verified_precision(trained: PrecisionConfig, precision: str) -> PrecisionCon
         return trained
     reduce = trained.reduce if precision == "bf16" else "fp32"
     return PrecisionConfig.model_validate({"compute": precision, "reduce": reduce})
+
+
+def verified_sync(sync: SyncConfig, precision: str) -> SyncConfig:
+    """The synchroniser that a run is verified with. In lower precision an exact one: a rounding may
+    change by far what a codec tells, and what replicas do by themselves."""
+    return sync if precision == "fp64" else exact_sync(sync)
 
 
 def exact_sync(sync: SyncConfig) -> SyncConfig:

@@ -43,6 +43,8 @@ EVER = timedelta(
 )  # silence of a worker is timed by its server, and not by what connects them
 PUSH, DONE, STATE, FINAL, BYE = range(5)  # what a worker asks for
 
+# (whether a worker's gradient was applied, or else it was given the weights of then; the worker)
+UpdateOrder = list[tuple[bool, int]]
 Optimizers = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
@@ -57,8 +59,11 @@ class ParameterServer:
         optimizer: Optimizers,
         state: dict[str, dict],
         clock: int,
+        order: UpdateOrder | None = None,
     ):
-        """`state`: of the optimizer, by parameter; `clock`: the steps that workers have taken."""
+        """`state`: of the optimizer, by parameter; `clock`: the steps that workers have taken;
+        `order`: where what happens is noted, in its order."""
+        self._order = order
         self._sync, self._quorum, self._part = sync, quorum, part
         self._flat = part.flat()
         views = part.views(self._flat)
@@ -205,6 +210,8 @@ class ParameterServer:
                 p.grad = view if reached else None
             self._optimizer.step()
             self._optimizer.zero_grad()
+            if self._order is not None:
+                self._order.append((True, worker))
             behind = max(self._given.get(w, 0) for w in self._clocks) - self._given[worker]
             self._clocks[worker] += 1
             self._release((worker, ticket))
@@ -238,6 +245,8 @@ class ParameterServer:
             flat = self._flat.clone() if flat is None else flat
             self._given[key[0]] = self._clocks.get(key[0], self._last)
             self._ready[key] = self._given[key[0]], flat
+            if self._order is not None:
+                self._order.append((False, key[0]))
         self._changed.notify_all()
 
     def _may_go_on(self, worker: int) -> bool:

@@ -15,16 +15,22 @@ from weft.core import AsyncServers, Plan, WeftError, bucket_owners
 
 from ..grad_buckets import local_tensor
 from ..optimizers import Optimizers
-from .async_parameter_server import AsyncWorker, ParameterServer
+from .async_parameter_server import AsyncWorker, ParameterServer, UpdateOrder
 from .flat_params import FlatParams
 from .membership import Membership
 from .replicas import IndependentReplicas, ReplicaState
 
 
 class AsyncServerReplicas(IndependentReplicas):
-    """One rank's worker, and its server if its replica is one. `plan`: of all replicas."""
+    """One rank's worker, and its server if its replica is one. `plan`: of all replicas.
+
+    Attributes:
+        order: where its server notes the order of updates; None: nowhere. Set before the first
+            step.
+    """
 
     servers_update = True
+    order: UpdateOrder | None = None
 
     def __init__(
         self,
@@ -97,6 +103,7 @@ class AsyncServerReplicas(IndependentReplicas):
                 self._optimizers,
                 state,
                 trained.steps_done,
+                self.order,
             )
         trained.optimizer.state.clear()  # it is the servers' from now on
         live = trained.mesh.layout.active_axes()

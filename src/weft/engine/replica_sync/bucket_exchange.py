@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft._torch.fsdp import ReduceScatter
-from weft._torch.modes import dispatch_modes
+from weft._torch.modes import dispatch_modes, without_function_modes
 from weft.core import (
     REPLICA_AXIS,
     Codec,
@@ -232,7 +232,9 @@ def _rounds(reduction: Reduction, wire: BackendTransport) -> Generator[dist.Work
     answer, lane = None, 0
     while True:
         try:
-            ask = reduction.send(answer)  # type: ignore[arg-type]
+            # who overrides functions of a model is not to change what messages are made of
+            with without_function_modes():
+                ask = reduction.send(answer)  # type: ignore[arg-type]
         except StopIteration:
             return
         work, answer = wire.start(ask, lane)

@@ -80,7 +80,7 @@ class OuterOptimizer:
         self.fragments = [
             ParamFragment(turn * sync.period // sync.fragments % sync.period) for turn in turns
         ]
-        for (number, *_), names in _group_params(plan, sync.fragments, params).items():
+        for (number, *_), names in message_params(plan, sync.fragments, params).items():
             tensors = [params[name] for name in names]
             anchor = torch.cat([p.reshape(-1) for p in tensors])
             momentum = torch.zeros_like(anchor) if sync.momentum else None
@@ -244,7 +244,7 @@ class OuterOptimizer:
         return [message.state for message in self.messages]
 
 
-def _group_params(plan: Plan, fragments: int, names: Collection[str]) -> dict[tuple, list[str]]:
+def message_params(plan: Plan, fragments: int, names: Collection[str]) -> dict[tuple, list[str]]:
     """Which of these parameters go in one message: those of a fragment of the whole model that lie
     alike. What other ranks of the replica hold as this one does is not encoded with what is this
     rank's alone."""
