@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from tests.mutants import Mutant, mutated
+from tests.staged import STAGED
 from tests.verification.nets_with_definitions import CASES
 from tests.verification.nets_with_quirks import QUIRKS
 from weft.core.run_config import RunConfig
 from weft.train.data import Loader, stdlib
 from weft.verification.case import Case
 from weft.verification.compare import LayoutResult, check_layout
+from weft.verification.delayed_reference import run_delayed
 from weft.verification.plain.samples import order_faults
 from weft.verification.reference import run_reference
 from weft.verification.verify_run import make_case
@@ -240,6 +242,49 @@ def test_a_block_that_is_called_again_has_other_masks(pool: Any, layout: str) ->
     assert result.passed, result
     with mutated(Mutant(RNG, "Randomness.call_of", "before + 1", "before")):
         assert "draws what was drawn in the same step" in run_reference(case, STEPS).broken[0]
+
+
+VERSIONS = "weft.pipeline.weight_versions"
+DELAYED = {
+    "fewer updates": (
+        "stash",
+        Mutant(VERSIONS, "versions_used", "done[stage] += 1", "done[stage] += microbatch % 2"),
+    ),
+    "a version too old": (
+        "vertical",
+        Mutant(
+            VERSIONS, "versions_used", "(stage, m): found[0, m]", "(stage, m): found[0, m] // 2"
+        ),
+    ),
+    "a larger share": (
+        "stash",
+        Mutant(VERSIONS, "update_shares", "(end + 1 for end", "(end - 1 for end"),
+    ),
+    "a share of one less": (
+        "2bw",
+        Mutant(VERSIONS, "update_shares", "m: end + 1 - start", "m: end + 2 - start"),
+    ),
+}
+
+
+def delayed(versions: str, *mutants: Mutant) -> LayoutResult:
+    """What verify says of PipeDream where both sides run the mutants."""
+    subject = STAGED["decoder"]
+    plan = *subject.plan, ("schedule", "pipedream"), ("options", {"versions": versions})
+    case = replace(subject, plan=plan).case()
+    with mutated(*mutants):
+        return check_layout(case, "pp2", run_delayed(case, "pp2", STEPS))
+
+
+@pytest.mark.parametrize("name", DELAYED)
+def test_other_delays_than_the_papers_are_seen(pool: Any, name: str) -> None:
+    assert not pool.run(delayed, *DELAYED[name], world=2)[0].passed
+
+
+@pytest.mark.parametrize("versions", ["stash", "vertical", "2bw"])
+def test_the_delays_are_the_papers(pool: Any, versions: str) -> None:
+    result = pool.run(delayed, versions, world=2)[0]
+    assert result.passed, result
 
 
 @pytest.mark.parametrize("name", LOADER)

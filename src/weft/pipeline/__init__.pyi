@@ -63,5 +63,4 @@ from .timeline import Lane as Lane, Timeline as Timeline
 from .weight_versions import (
     update_shares as update_shares,
     versions_used as versions_used,
-    weight_updates as weight_updates,
 )

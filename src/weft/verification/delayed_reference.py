@@ -1,8 +1,8 @@
 """An asynchronous pipeline on one device: the same delayed weights, one microbatch after the other.
 
 PipeDream (Harlap et al. 2018) by its definition: microbatch m's loss and gradient are computed with
-the weight versions that `delays.versions_used` gives for each stage, and every update applies the
-mean gradient of its microbatches to the newest weights.
+the weight versions that the papers give for each stage (`plain.delayed_weights`), and every update
+applies the mean gradient of its microbatches to the newest weights.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from weft.nn import Randomness, model_arguments, named_inputs
-from weft.pipeline import update_shares, versions_used, weight_updates
 
 from .activation_recorder import record_activations
 from .case import Case
+from .plain.delayed_weights import update_of, version_of
 from .plain.draw_laws import DrawLaws
 from .plain.functions import PlainFunctions
 from .plain_run import known_positions, loss_of, prepare_plain
@@ -38,11 +38,7 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
     optimizers = [
         case.optimizer([(n, params[n]) for n in names]) if names else None for names in stages
     ]
-    used, shared, ends = (
-        versions_used(plan.schedule),
-        update_shares(plan.schedule),
-        weight_updates(plan.schedule),
-    )
+    update = update_of(plan.schedule)
     size = plan.batch // plan.accumulate
     found = Reference(tuple(params), plan)
     for step in range(steps):
@@ -54,8 +50,11 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
             micro = {key: value[m * size : (m + 1) * size] for key, value in batch.items()}
             randomness.begin(step, list(range(m * size, (m + 1) * size)))
             weights = {
-                n: p for s, names in enumerate(versions) for n, p in names[used[s, m]].items()
+                n: p
+                for s, kept in enumerate(versions)
+                for n, p in kept[version_of(plan.schedule, s, m)].items()
             }
+            together = update.count(update[m])
             with (
                 case.mode(),
                 record_activations(model, size) as trace,
@@ -68,7 +67,7 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
                 )
                 part, count, _ = loss_of(case.loss, output, micro)
                 minimised = sum(functions.added, part)
-                (minimised * (1.0 / (torch.as_tensor(count).double() * shared[m]))).backward()
+                (minimised * (1.0 / (torch.as_tensor(count).double() * together))).backward()
             if step == 0:
                 found.traces.append(trace)
             sums += torch.stack([part.detach(), torch.as_tensor(count).double()])
@@ -78,7 +77,7 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
                         leaf.grad if params[name].grad is None else params[name].grad + leaf.grad
                     )
                     leaf.grad = None
-            if m in ends:
+            if m == plan.accumulate - 1 or update[m + 1] > update[m]:
                 for names, optimizer, kept in zip(stages, optimizers, versions, strict=True):
                     if optimizer is not None:
                         optimizer.step()

@@ -241,10 +241,8 @@ class PipelineTransport:
             with self.clock.waiting():
                 work.wait()
         sent = self._sent[peer]
-        while (
-            sent and sent[0].number < taken
-        ):  # gloo says that a send is done to who waits for it: this one is
-            sent.popleft().work.wait()
+        while sent and sent[0].number < taken:  # the peer has it: there is nothing to wait for
+            sent.popleft()
         return tensor
 
     def post(self) -> None:
