@@ -332,7 +332,7 @@ def test_what_is_refused(tmp_path: Path, table: dict, says: str) -> None:
 
 
 def test_verification_is_of_an_all_reduce() -> None:
-    from weft.verification.verify_run import exact_sync
+    from weft.verification.verified_settings import exact_sync
 
     assert exact_sync(SyncConfig(name="diloco", codec="int4", period=3)) == SyncConfig()
     ring = exact_sync(SyncConfig(name="ring", codec="int4", local=2))

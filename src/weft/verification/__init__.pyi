@@ -2,11 +2,10 @@ from .all_layouts import runnable_layouts as runnable_layouts
 from .case import Case as Case
 from .coverage import coverage as coverage, coverage_text as coverage_text
 from .report import VerifyReport as VerifyReport, result_table as result_table
-from .verify_model import verify as verify, verify_case as verify_case
-from .verify_run import (
+from .verified_settings import (
     on_cpus as on_cpus,
     verified_precision as verified_precision,
     verified_sync as verified_sync,
-    verify_deep as verify_deep,
-    verify_layouts as verify_layouts,
 )
+from .verify_model import verify as verify, verify_case as verify_case
+from .verify_run import verify_deep as verify_deep, verify_layouts as verify_layouts

@@ -9,7 +9,7 @@ from weft.core import OFF, PrecisionConfig, RunConfig
 
 from .difference import BOUNDS
 from .training_check import TrainingResult
-from .verify_run import exact_sync
+from .verified_settings import exact_sync
 
 CHECKED, DEEP, NOT = "checked", "with --deep", "not checked"
 

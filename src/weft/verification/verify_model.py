@@ -33,12 +33,13 @@ from .case import Batch, Case
 from .coded_reference import run_coded
 from .compare import LayoutResult, check_layout, failed_result, refused_result
 from .delayed_reference import run_delayed
-from .difference import BOUNDS, SGD_LR
+from .difference import SGD_LR
 from .mixing import mixed_samples
 from .reference import Reference, run_reference
 from .replica_reference import run_replicas
 from .report import VerifyReport
 from .server_replay import check_replayed, replayed_reference
+from .verified_settings import check_precision
 
 
 def verify_case(
@@ -226,17 +227,6 @@ def verify(
         precision=precision,
     )
     return verify_case(case, [str(plan.layout)], steps)
-
-
-def check_precision(precision: str, float8: bool) -> None:
-    """Refuse what layouts are not verified in. `float8`: whether the run trains with it. Raises
-    ConfigError."""
-    if precision not in BOUNDS:
-        fix = "choose fp64, which tells faults from rounding, bf16, fp16 or float8"
-        raise ConfigError("--precision", precision, "is not what layouts are verified in", fix)
-    if precision == "float8" and not float8:
-        fix = 'set [precision] float8 = "rowwise", or verify in bf16'
-        raise ConfigError("--precision", precision, "the run multiplies nothing in float8", fix)
 
 
 def _build_seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:

@@ -9,8 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from weft.core import OFF, Plan, PrecisionConfig, Refusal, RunConfig, SyncConfig, emulate_float8
-from weft.sync import make_sync
+from weft.core import OFF, Plan, Refusal, RunConfig, emulate_float8
 from weft.train import (
     Dataset,
     Loader,
@@ -31,7 +30,8 @@ from .difference import SGD_LR
 from .plain.samples import order_faults, whole_batch_of
 from .report import VerifyReport
 from .training_check import TrainingResult, verify_training
-from .verify_model import check_precision, verify_case
+from .verified_settings import exact_sync, on_cpus, verified_precision, verified_sync
+from .verify_model import verify_case
 
 
 def verify_layouts(
@@ -74,34 +74,6 @@ def deep_case(run: RunConfig) -> tuple[RunConfig, Case, Callable[[int], Batch]]:
     table = verified_precision(run.precision, "fp64")
     exact = on_cpus(run).model_copy(update={"precision": table, "sync": exact_sync(run.sync)})
     return exact, make_case(exact), _Batches(exact, "val").whole
-
-
-def on_cpus(run: RunConfig) -> RunConfig:
-    """The run without what GPUs alone do: verify computes on CPUs."""
-    without = {"async_tp": False, "offload_activations": False}
-    return run.model_copy(update={"train": run.train.model_copy(update=without)})
-
-
-def verified_precision(trained: PrecisionConfig, precision: str) -> PrecisionConfig:
-    """The [precision] that a run is verified with. Raises ConfigError."""
-    check_precision(precision, trained.float8 != OFF)
-    if precision == "float8":
-        return trained
-    reduce = trained.reduce if precision == "bf16" else "fp32"
-    return PrecisionConfig.model_validate({"compute": precision, "reduce": reduce})
-
-
-def verified_sync(sync: SyncConfig, precision: str) -> SyncConfig:
-    """The synchroniser that a run is verified with. In lower precision an exact one: a rounding may
-    change by far what a codec tells, and what replicas do by themselves."""
-    return sync if precision == "fp64" else exact_sync(sync)
-
-
-def exact_sync(sync: SyncConfig) -> SyncConfig:
-    """The same synchroniser with gradients as they are, or an all-reduce where replicas step by
-    themselves: what is other by design is not to be told from a fault."""
-    made = make_sync(sync.name, sync.codec, **sync.arguments)
-    return sync.model_copy(update={"codec": "identity"}) if not made.independent else SyncConfig()
 
 
 def make_case(run: RunConfig) -> Case:

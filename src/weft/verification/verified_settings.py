@@ -1,0 +1,47 @@
+"""The settings that a run is verified with, where they differ from its own."""
+
+from __future__ import annotations
+
+from weft.core import ConfigError, PrecisionConfig, RunConfig, SyncConfig
+from weft.sync import make_sync
+
+from .difference import BOUNDS
+
+
+def on_cpus(run: RunConfig) -> RunConfig:
+    """The run without what GPUs alone do: verify computes on CPUs."""
+    without = {"async_tp": False, "offload_activations": False}
+    return run.model_copy(update={"train": run.train.model_copy(update=without)})
+
+
+def verified_precision(trained: PrecisionConfig, precision: str) -> PrecisionConfig:
+    """The [precision] that a run is verified with. Raises ConfigError."""
+    check_precision(precision, trained.float8 != OFF)
+    if precision == "float8":
+        return trained
+    reduce = trained.reduce if precision == "bf16" else "fp32"
+    return PrecisionConfig.model_validate({"compute": precision, "reduce": reduce})
+
+
+def verified_sync(sync: SyncConfig, precision: str) -> SyncConfig:
+    """The synchroniser that a run is verified with. In lower precision an exact one: a rounding may
+    change by far what a codec tells, and what replicas do by themselves."""
+    return sync if precision == "fp64" else exact_sync(sync)
+
+
+def exact_sync(sync: SyncConfig) -> SyncConfig:
+    """The same synchroniser with gradients as they are, or an all-reduce where replicas step by
+    themselves: what is other by design is not to be told from a fault."""
+    made = make_sync(sync.name, sync.codec, **sync.arguments)
+    return sync.model_copy(update={"codec": "identity"}) if not made.independent else SyncConfig()
+
+
+def check_precision(precision: str, float8: bool) -> None:
+    """Refuse what layouts are not verified in. `float8`: whether the run trains with it. Raises
+    ConfigError."""
+    if precision not in BOUNDS:
+        fix = "choose fp64, which tells faults from rounding, bf16, fp16 or float8"
+        raise ConfigError("--precision", precision, "is not what layouts are verified in", fix)
+    if precision == "float8" and not float8:
+        fix = 'set [precision] float8 = "rowwise", or verify in bf16'
+        raise ConfigError("--precision", precision, "the run multiplies nothing in float8", fix)
