@@ -21,8 +21,9 @@ import weft
 from tests.cases import Subject, reference
 from weft.core import UnsupportedModel
 from weft.verification.case import Case
-from weft.verification.compare import LayoutResult, check_layout
+from weft.verification.compare import check_layout
 from weft.verification.delayed_reference import run_delayed
+from weft.verification.layout_result import LayoutResult
 from weft.verification.reference import Reference
 from weft.verification.report import VerifyReport
 

@@ -42,7 +42,8 @@ from weft.launch import Pool  # noqa: E402
 from weft.parallel import DATA_AXES  # noqa: E402
 from weft.train import check_run  # noqa: E402
 from weft.verification.case import Case  # noqa: E402
-from weft.verification.compare import LayoutResult, check_layout  # noqa: E402
+from weft.verification.compare import check_layout  # noqa: E402
+from weft.verification.layout_result import LayoutResult
 from weft.verification.reference import Reference, run_reference  # noqa: E402
 from weft.verification.verify_run import make_case  # noqa: E402
 

@@ -32,7 +32,8 @@ from weft.nn.losses import next_token
 from weft.nn.models import decoder
 from weft.parallel import ActivationOffload
 from weft.parallel.host_copies import HostCopies
-from weft.verification.compare import LayoutResult, check_layout
+from weft.verification.compare import check_layout
+from weft.verification.layout_result import LayoutResult
 
 
 class OwnCopies(HostCopies[int]):

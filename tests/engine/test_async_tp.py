@@ -28,7 +28,8 @@ from weft.core import CompileOptions, ConfigError, Layout, Refusal
 from weft.engine import Audit, async_tp, compile_blocks
 from weft.parallel import Mesh, collective_totals
 from weft.verification.case import Case
-from weft.verification.compare import LayoutResult, check_layout
+from weft.verification.compare import check_layout
+from weft.verification.layout_result import LayoutResult
 from weft.verification.reference import Reference
 
 OVERLAPPED = CompileOptions(async_tp=True)

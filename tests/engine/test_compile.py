@@ -26,8 +26,9 @@ from weft.nn import may_drop, may_route
 from weft.nn.losses import classification, mse, next_token
 from weft.nn.models import decoder
 from weft.verification.case import Case
-from weft.verification.compare import LayoutResult, check_layout
+from weft.verification.compare import check_layout
 from weft.verification.delayed_reference import run_delayed
+from weft.verification.layout_result import LayoutResult
 from weft.verification.reference import Reference
 
 STEPS = 5

@@ -22,8 +22,9 @@ from weft.nn.losses import next_token
 from weft.nn.models import decoder
 from weft.sync import make_sync
 from weft.verification.case import Case
-from weft.verification.compare import LayoutResult, check_layout
+from weft.verification.compare import check_layout
 from weft.verification.delayed_reference import run_delayed
+from weft.verification.layout_result import LayoutResult
 from weft.verification.reference import Reference, run_reference
 
 GROUPS: dict[str, Any] = {

@@ -25,8 +25,9 @@ from weft.core.schedule import Action, Schedule
 from weft.launch.local_workers import Pool
 from weft.nn.losses import mse
 from weft.pipeline import schedules
-from weft.verification.compare import LayoutResult, check_layout
+from weft.verification.compare import check_layout
 from weft.verification.delayed_reference import run_delayed
+from weft.verification.layout_result import LayoutResult
 from weft.verification.reference import run_reference
 
 pytestmark = pytest.mark.grid

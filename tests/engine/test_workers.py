@@ -41,7 +41,8 @@ from weft.nn.models import decoder
 from weft.train import run_checks
 from weft.train.data import NoDataset
 from weft.train.trainer import train
-from weft.verification.compare import LayoutResult, check_layout
+from weft.verification.compare import check_layout
+from weft.verification.layout_result import LayoutResult
 
 pytestmark = pytest.mark.grid
 

@@ -25,7 +25,8 @@ from tests.verification.nets_with_quirks import QUIRKS
 from weft.core.errors import Refusal
 from weft.losses import cross_entropy, next_token, positionwise
 from weft.models import decoder
-from weft.verification.compare import LayoutResult, check_layout
+from weft.verification.compare import check_layout
+from weft.verification.layout_result import LayoutResult
 
 NET = NETS | PAPERS | QUIRKS | FAMILIES
 

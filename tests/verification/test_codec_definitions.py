@@ -19,7 +19,8 @@ from weft.launch.local_workers import Pool
 from weft.sync.codecs import registry
 from weft.verification.case import Case
 from weft.verification.coded_reference import run_coded
-from weft.verification.compare import LayoutResult, check_layout
+from weft.verification.compare import check_layout
+from weft.verification.layout_result import LayoutResult
 from weft.verification.plain.codecs import DEFINED
 from weft.verification.verify_model import verify_case
 

@@ -20,7 +20,8 @@ from weft.nn.dropout_rng import Randomness
 from weft.nn.losses import mse, next_token
 from weft.nn.models import decoder
 from weft.nn.module_roles import find_roles
-from weft.verification.compare import LayoutResult, check_layout
+from weft.verification.compare import check_layout
+from weft.verification.layout_result import LayoutResult
 
 DIM = 8
 

@@ -21,8 +21,9 @@ from weft.core import CompileOptions, ConfigError, emulate_float8
 from weft.nn.losses import next_token, vocab_parallel
 from weft.nn.models import decoder
 from weft.verification.case import Case
-from weft.verification.compare import LayoutResult, check_layout
+from weft.verification.compare import check_layout
 from weft.verification.difference import BOUNDS
+from weft.verification.layout_result import LayoutResult
 from weft.verification.reference import Reference, run_reference
 
 RECIPES = ("rowwise", "rowwise_with_gw_hp", "tensorwise")

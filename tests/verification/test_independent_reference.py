@@ -16,8 +16,9 @@ from tests.verification.nets_with_quirks import QUIRKS
 from weft.core.run_config import RunConfig
 from weft.train.data import Loader, stdlib
 from weft.verification.case import Case
-from weft.verification.compare import LayoutResult, check_layout
+from weft.verification.compare import check_layout
 from weft.verification.delayed_reference import run_delayed
+from weft.verification.layout_result import LayoutResult
 from weft.verification.plain.samples import order_faults
 from weft.verification.reference import run_reference
 from weft.verification.verify_run import make_case

@@ -18,7 +18,8 @@ from weft.core.errors import ConfigError
 from weft.nn.losses import classification, next_token, vocab_parallel
 from weft.nn.models import convnet, decoder
 from weft.verification.case import Case
-from weft.verification.compare import LayoutResult, check_layout
+from weft.verification.compare import check_layout
+from weft.verification.layout_result import LayoutResult
 from weft.verification.reference import Reference, run_reference
 from weft.verification.verify_model import verify
 

@@ -30,7 +30,8 @@ from tests.cases import (
 from weft.core.errors import UnsupportedModel
 from weft.nn.losses import classification, mse, next_token
 from weft.nn.models import convnet, decoder
-from weft.verification.compare import LayoutResult, check_layout
+from weft.verification.compare import check_layout
+from weft.verification.layout_result import LayoutResult
 
 STEPS = 2
 

@@ -17,7 +17,8 @@ from tests.verification.test_parity import SUBJECTS
 from weft.nn import deferred_logits
 from weft.nn.losses import next_token
 from weft.nn.models import decoder
-from weft.verification.compare import LayoutResult, check_layout
+from weft.verification.compare import check_layout
+from weft.verification.layout_result import LayoutResult
 
 STEPS = 2
 CHUNKS = ("logits", "chunks")

@@ -19,7 +19,8 @@ from weft.core.errors import Refusal
 from weft.nn.losses import mse, next_token
 from weft.nn.models import decoder
 from weft.sync import make_sync
-from weft.verification.compare import LayoutResult, check_layout
+from weft.verification.compare import check_layout
+from weft.verification.layout_result import LayoutResult
 
 
 class Tower(nn.Module):

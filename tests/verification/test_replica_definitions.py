@@ -16,7 +16,8 @@ from weft.core.errors import ConfigError
 from weft.core.sync import LocalSteps
 from weft.launch.local_workers import Pool
 from weft.verification.case import Case
-from weft.verification.compare import LayoutResult, check_layout
+from weft.verification.compare import check_layout
+from weft.verification.layout_result import LayoutResult
 from weft.verification.plain.replicas import RULES
 from weft.verification.replica_reference import MOST_STEPS, run_replicas, shortened
 from weft.verification.verify_model import verify_case

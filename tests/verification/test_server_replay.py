@@ -15,7 +15,7 @@ from weft import sync
 from weft.core.errors import ConfigError
 from weft.launch.local_workers import Pool
 from weft.verification.case import Case
-from weft.verification.compare import LayoutResult
+from weft.verification.layout_result import LayoutResult
 from weft.verification.plain.servers import order_faults
 from weft.verification.server_replay import check_replayed, replayed_reference
 from weft.verification.verify_model import verify_case

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
 
-from .compare import LayoutResult
 from .coverage import Covered
 from .difference import Bounds
+from .layout_result import LayoutResult
 from .training_check import TrainingResult
 
 Totals = dict[tuple[str, str], tuple[int, int]]

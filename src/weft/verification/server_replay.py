@@ -27,8 +27,9 @@ from weft.train import Watchdog
 
 from .case import Case
 from .codec_definitions import DefinedCodec, codec_bounds, describe_codec
-from .compare import LayoutResult, build, hang_s, make_engine, merge_ranks, order_of
+from .compare import build, hang_s, make_engine, merge_ranks, order_of
 from .difference import Difference
+from .layout_result import LayoutResult
 from .parcels import samples_of
 from .plain.draw_laws import DrawLaws
 from .plain.functions import PlainFunctions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.core import ConfigError, PrecisionConfig, RunConfig, SyncConfig
+from weft.core import OFF, ConfigError, PrecisionConfig, RunConfig, SyncConfig
 from weft.sync import make_sync
 
 from .difference import BOUNDS

@@ -31,9 +31,10 @@ from weft.train import HANGS
 
 from .case import Batch, Case
 from .coded_reference import run_coded
-from .compare import LayoutResult, check_layout, failed_result, refused_result
+from .compare import check_layout
 from .delayed_reference import run_delayed
 from .difference import SGD_LR
+from .layout_result import LayoutResult, failed_result, refused_result
 from .mixing import mixed_samples
 from .reference import Reference, run_reference
 from .replica_reference import run_replicas

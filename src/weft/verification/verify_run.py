@@ -25,8 +25,8 @@ from weft.train import (
 )
 
 from .case import Batch, Case
-from .compare import LayoutResult
 from .difference import SGD_LR
+from .layout_result import LayoutResult
 from .plain.samples import order_faults, whole_batch_of
 from .report import VerifyReport
 from .training_check import TrainingResult, verify_training
