@@ -43,7 +43,7 @@ from weft.parallel import DATA_AXES  # noqa: E402
 from weft.train import check_run  # noqa: E402
 from weft.verification.case import Case  # noqa: E402
 from weft.verification.compare import check_layout  # noqa: E402
-from weft.verification.layout_result import LayoutResult
+from weft.verification.layout_result import LayoutResult  # noqa: E402
 from weft.verification.reference import Reference, run_reference  # noqa: E402
 from weft.verification.verify_run import make_case  # noqa: E402
 
