@@ -18,6 +18,7 @@ from weft.core import (
     ConfigError,
     RunConfig,
     dump_toml,
+    replace_file,
 )
 from weft.engine import Engine, Remote, ReplicaGroup, TrainingEngine
 from weft.launch import replica_slot, rpc_session
@@ -31,11 +32,9 @@ from .generate import sample_text, text_coder
 from .metrics import Metrics, rate_unit
 from .progress import Progress
 from .run_folder import (
-    LEFT_OUT,
-    LOSSES,
     SAMPLE,
     check_output,
-    put_file,
+    loop_state,
     resume_folder,
 )
 from .run_summary import run_header, run_summary
@@ -118,11 +117,11 @@ def _train(
         raise ConfigError(
             "train.steps", t.steps, problem, f"use at least {done + FIRST}, or leave --trace out"
         )
-    left_out = int(scalars.get(LEFT_OUT, 0))
+    left_out, losses = loop_state(scalars)
     loader = _loader(run, engine, dataset, start=done + left_out)
     if rank == 0 and engine.replicas.leads:
-        put_file(folder / "run.toml", dump_toml(asked))
-        put_file(folder / "plan.txt", f"{engine.global_plan}\n")
+        replace_file(folder / "run.toml", dump_toml(asked))
+        replace_file(folder / "plan.txt", f"{engine.global_plan}\n")
 
     console = Console(quiet=rank != 0 or not engine.replicas.leads)
     recorder = (
@@ -151,7 +150,7 @@ def _train(
             shares=shares,
             passed=left_out,
         )
-        loop.spikes.restore(scalars.get(LOSSES, ()))
+        loop.spikes.restore(losses)
         if isinstance(engine, Remote):
             engine.heard = partial(
                 watchdog.beat, "a call"
@@ -178,7 +177,7 @@ def _train(
         written = sample_text(run, engine, text, len(dataset[0]["input_ids"]))
         progress.say(f"\n{written}")
         if rank == 0 and engine.replicas.leads:
-            put_file(folder / SAMPLE, written)
+            replace_file(folder / SAMPLE, written)
     engine.leave()
     return interrupted
 
