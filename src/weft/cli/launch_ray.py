@@ -128,9 +128,9 @@ def _rank(run: RunConfig, backend: Backend) -> None:
     )
     worlds = replica_ranks(run)
     join = (
-        join_replica(backend, run.train.threads, worlds)
+        join_replica(backend, run.train.threads, worlds, run.train.hang_s)
         if worlds
-        else join_world(backend, run.train.threads)
+        else join_world(backend, run.train.threads, hang_s=run.train.hang_s)
     )
     resume = (
         latest_step(Path(run.output) / CHECKPOINTS) is not None

@@ -103,6 +103,7 @@ def _train_here(run: RunConfig, resume: bool, trace: bool) -> bool:
                 threads=threads,
                 backend=backend,
                 needed=needed,
+                hang_s=run.train.hang_s,
             )
         )
 
@@ -116,6 +117,7 @@ def _train_here(run: RunConfig, resume: bool, trace: bool) -> bool:
             threads=threads,
             backend=backend,
             names=names,
+            hang_s=run.train.hang_s,
         )
 
     return any(run_with_restarts(start, kept, set_aside, resume, run.checkpoint.restarts))
@@ -156,13 +158,13 @@ def _train_as_rank(run: RunConfig, laid: RunConfig, resume: bool, trace: bool, a
         )
     threads, backend = run.train.threads, _backend(run, local_world_size())
     if worlds:
-        with join_replica(backend, threads, worlds):
+        with join_replica(backend, threads, worlds, run.train.hang_s):
             return train_and_compare(run, resume, trace, again=again)
     store = rendezvous_store()
     if rank >= world:
         return wait_as_spare(store, rank, ranks)
     try:
-        with join_world(backend, threads, world, store):
+        with join_world(backend, threads, world, store, run.train.hang_s):
             stopped = train_and_compare(laid, resume, trace, again=again, asked=run)
     except DamagedCheckpoint as error:
         if rank == 0:  # whoever starts the ranks anew finds the one before

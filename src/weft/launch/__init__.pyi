@@ -37,3 +37,10 @@ from .restarts import (
 from .rpc import rpc_session as rpc_session
 from .signals import on_stop_signal as on_stop_signal
 from .slurm import slurm_script as slurm_script
+from .watchdog import (
+    HANGS as HANGS,
+    LEAST_S as LEAST_S,
+    RARE_S as RARE_S,
+    TIMES as TIMES,
+    Watchdog as Watchdog,
+)

@@ -71,6 +71,7 @@ def run_workers(
     threads: int | None = None,
     backend: Backend = "gloo",
     names: Sequence[str] = (),
+    hang_s: float | None = None,
 ) -> list[Any]:
     """Run a function in processes of this host, inside a process group.
 
@@ -83,6 +84,7 @@ def run_workers(
         threads: torch threads of each process; default: cores over `world`.
         backend: "gloo" or "nccl".
         names: of the ranks, for errors.
+        hang_s: `train.hang_s` of the run.
 
     Returns:
         The results in rank order.
@@ -96,11 +98,8 @@ def run_workers(
     try:
         with pass_on_stop(workers) as told:
             for rank in range(world):
-                workers.append(
-                    WorkerProcess(
-                        backend, RankTask(function, args, rank, world, file, backend, threads)
-                    )
-                )
+                task = RankTask(function, args, rank, world, file, backend, threads, hang_s=hang_s)
+                workers.append(WorkerProcess(backend, task))
             try:
                 return _collect(WorldWatch(workers, names=names))
             except WorkerDied as error:
@@ -208,6 +207,7 @@ def join_world(
     threads: int | None = None,
     world: int | None = None,
     store: dist.Store | None = None,
+    hang_s: float | None = None,
 ) -> Iterator[None]:
     """The process group of the processes that torchrun or srun started, as a context.
 
@@ -216,6 +216,7 @@ def join_world(
         threads: torch threads of this process; default: cores over processes of this host.
         world: take part only in the first `world` processes; default: all.
         store: where the processes meet, if they have met already.
+        hang_s: `train.hang_s` of the run.
     """
     found = launched_rank()
     if found is None:
@@ -229,6 +230,7 @@ def join_world(
         local_world_size(),
         threads,
         store or rendezvous_store(),
+        hang_s=hang_s,
     ):
         yield
 

@@ -43,6 +43,7 @@ def run_replicas(
     threads: int | None = None,
     backend: Backend = "gloo",
     needed: Collection[int] = (),
+    hang_s: float | None = None,
 ) -> list[Any]:
     """Run a function in the processes of replicas, each of which has a process group of its own.
 
@@ -53,6 +54,7 @@ def run_replicas(
         threads: torch threads of each process; default: cores over processes.
         backend: "gloo" or "nccl".
         needed: replicas without which the others cannot continue.
+        hang_s: `train.hang_s` of the run.
 
     Returns:
         The results in rank order; None for the ranks of a replica that failed for good.
@@ -71,7 +73,8 @@ def run_replicas(
         seat, ranks = WorkerSlot(store.port, replica, incarnation, size), worlds[replica]
         workers = []
         for index in range(len(ranks)):
-            task = RankTask(function, args, index, len(ranks), file, backend, threads, seat=seat)
+            own = function, args, index, len(ranks), file, backend, threads
+            task = RankTask(*own, seat=seat, hang_s=hang_s)
             workers.append(WorkerProcess(backend, task))
             every.append(workers[-1])
         return workers, WorldWatch(workers, ranks=ranks)
@@ -149,10 +152,20 @@ def check_store(keeper: BaseProcess) -> None:
 
 @contextmanager
 def join_replica(
-    backend: Backend, threads: int | None, worlds: Sequence[Sequence[int]]
+    backend: Backend,
+    threads: int | None,
+    worlds: Sequence[Sequence[int]],
+    hang_s: float | None = None,
 ) -> Iterator[None]:
     """The world of its replica, for a process that torchrun or srun started. Rank 0, which may keep
-    the store where replicas meet, waits a while for the others at the end."""
+    the store where replicas meet, waits a while for the others at the end.
+
+    Args:
+        backend: "gloo" or "nccl".
+        threads: torch threads of this process; default: cores over processes of this host.
+        worlds: the ranks of each replica.
+        hang_s: `train.hang_s` of the run.
+    """
     found = launched_rank()
     assert found is not None
     rank, size, local_rank = found
@@ -169,6 +182,7 @@ def join_replica(
         threads,
         own,
         ReplicaGroup(store, replica),
+        hang_s,
     ):
         yield
     local_workers.leave_world(store, rank, size)

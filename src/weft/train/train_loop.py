@@ -22,6 +22,7 @@ from weft.checkpoint import (
 )
 from weft.core import CheckpointError, LocalShard, OutlierFilter, RunConfig, WeftError
 from weft.engine import StepResult, TrainingEngine
+from weft.launch import Watchdog
 
 from . import build
 from .comm_metrics import CommMetrics, RpcMetrics, comm_metrics_of
@@ -33,7 +34,6 @@ from .run_folder import LEFT_OUT, LOSSES, checkpoint_folder, data_position, loop
 from .stop_request import StopRequest
 from .token_rows import refuse_unknown_tokens
 from .trace_recorder import TraceRecorder
-from .watchdog import Watchdog
 
 # (run, device, measured seconds of a step) -> lines of the summary
 Compare = Callable[[RunConfig, torch.device, float], dict[str, str]]

@@ -36,7 +36,7 @@ from weft.engine import (
     TrainingEngine,
     refuse_what_does_not_run,
 )
-from weft.launch import rpc_session
+from weft.launch import LEAST_S, RARE_S, TIMES, Watchdog, rpc_session
 from weft.parallel import (
     DATA_AXES,
     BoundaryShape,
@@ -48,7 +48,6 @@ from weft.parallel import (
     predict_collectives,
     whole_batch_comms,
 )
-from weft.train import LEAST_S, RARE_S, TIMES, Watchdog
 
 from .activation_errors import first_activation
 from .activation_recorder import ActivationRecorder, record_activations
@@ -171,8 +170,10 @@ def _engine(case: Case, plan: Plan, model: nn.Module) -> TrainingEngine:
 
 
 def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
-    model, plan = _build(case, layout, reference.plan)
-    engine = _engine(case, plan, model)
+    with Watchdog(_hang_s(case, layout, reference)) as start, start.starting():
+        with start.alone("building the model"):
+            model, plan = _build(case, layout, reference.plan)
+        engine = _engine(case, plan, model)
     errors: dict[str, dict[str, float]] = {"loss": {}, "gradient": {}, "weight": {}}
     found = _other_parameters(engine, reference)
     seen: list[Collective] = []
