@@ -20,10 +20,8 @@ import multiprocessing
 import os
 import pickle
 import re
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +53,7 @@ from .rank_process import (
     rendezvous_store,
     serve_tasks,
 )
+from .scratch_folder import ScratchFolder
 from .signals import on_stop_signal
 from .stores import join_store, keep_store
 
@@ -92,8 +91,8 @@ def run_workers(
     Raises:
         WorkerDied: with the error of the rank that failed first; a Refusal is raised as it is.
     """
-    folder = tempfile.mkdtemp(prefix="weft-")
-    file = os.path.join(folder, "store")
+    folder = ScratchFolder()
+    file = os.path.join(folder.path, "store")
     workers: list[WorkerProcess] = []
     try:
         with pass_on_stop(workers) as told:
@@ -107,7 +106,7 @@ def run_workers(
                 raise
     finally:
         end_workers(workers)
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.remove()
 
 
 class Pool:
@@ -121,7 +120,7 @@ class Pool:
         # What DTensor loads at its first use, too: once here, and not in every process.
         importlib.import_module("torch.distributed.tensor.debug")
         self._threads, self._backend, self._tasks = threads, backend, 0
-        self._folder = tempfile.mkdtemp(prefix="weft-")
+        self._folder = ScratchFolder()
         self._workers = [WorkerProcess(backend) for _ in range(world)]
 
     def run(
@@ -146,7 +145,7 @@ class Pool:
             if worker.process.exitcode is not None:  # ended from outside since the last task
                 self._workers[index] = WorkerProcess(self._backend)
         self._tasks += 1
-        file = os.path.join(self._folder, str(self._tasks))
+        file = os.path.join(self._folder.path, str(self._tasks))
         tasks = [
             RankTask(
                 function,
@@ -192,7 +191,7 @@ class Pool:
             worker.process.join(max(0.0, deadline - time.monotonic()))
         end_workers(self._workers)
         self._workers = []
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
     def __enter__(self) -> Self:
         return self

@@ -12,8 +12,6 @@ from one of them.
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,6 +29,7 @@ from .environment import launched_rank, local_world_size
 from .local_workers import END_S, WorkerProcess, WorldWatch, end_workers, pass_on_stop
 from .log import log_line
 from .rank_process import POLL_S, Backend, RankTask, WorkerSlot
+from .scratch_folder import ScratchFolder
 
 RESTARTS = 3  # of one replica
 LAST_S = 5.0  # after the others are done, for replicas that were left out and do not end
@@ -62,14 +61,14 @@ def run_replicas(
     Raises:
         WorkerDied: a needed replica failed, or the last one; a Refusal is raised as it is.
     """
-    folder = tempfile.mkdtemp(prefix="weft-")
+    folder = ScratchFolder()
     every: list[WorkerProcess] = []
     size = sum(map(len, worlds))
 
     def started(
         store: dist.TCPStore, replica: int, incarnation: int
     ) -> tuple[list[WorkerProcess], WorldWatch]:
-        file = os.path.join(folder, f"{replica}-{incarnation}")
+        file = os.path.join(folder.path, f"{replica}-{incarnation}")
         seat, ranks = WorkerSlot(store.port, replica, incarnation, size), worlds[replica]
         workers = []
         for index in range(len(ranks)):
@@ -139,7 +138,7 @@ def run_replicas(
                             )
         return results
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.remove()
 
 
 def check_store(keeper: BaseProcess) -> None:
