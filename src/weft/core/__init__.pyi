@@ -167,6 +167,7 @@ from .toml import (
     table_error as table_error,
     toml_refusal as toml_refusal,
 )
+from .value_exchange import broadcast_value as broadcast_value
 from .version import __version__ as __version__
 from .whole_updates import (
     WholeUpdate as WholeUpdate,

@@ -12,10 +12,8 @@ from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from math import inf, prod
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.core import (
@@ -25,6 +23,7 @@ from weft.core import (
     Plan,
     Refusal,
     data_rank_indices,
+    gather_json,
     is_inside,
 )
 from weft.engine import (
@@ -437,10 +436,12 @@ def _routings(traces: list[ActivationRecorder]) -> list[RoutingCall]:
 
 
 def _merge_ranks(layout: str, mine: tuple) -> LayoutResult:
-    everyone: list[Any] = [mine]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+    errors, mine_first, problem, *comms = mine
+    rows = [[[*key, *counts] for key, counts in table.items()] for table in comms]
+    everyone = [
+        (*told[:3], *({(row[0], row[1]): (row[2], row[3]) for row in table} for table in told[3]))
+        for told in gather_json([errors, mine_first, problem, rows])
+    ]
     worst: dict[str, tuple[float, str]] = {}
     for kind in ("loss", "gradient", "weight"):
         found = [
