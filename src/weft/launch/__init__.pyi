@@ -12,6 +12,7 @@ from .environment import (
     note_error as note_error,
     restart_count as restart_count,
 )
+from .gate import TOKEN as TOKEN
 from .job import Job as Job, write_job as write_job
 from .kubernetes import kubernetes_manifest as kubernetes_manifest
 from .local_workers import (

@@ -25,9 +25,9 @@ from weft.core import Refusal, WeftError, WorkerDied
 from weft.engine import ReplicaGroup
 
 from .environment import AGENT, launched_rank, master_address, on_one_host, restart_count
-from .gate import LOOPBACK
+from .gate import LOOPBACK, run_token
 from .rendezvous import Rendezvous, listen_at
-from .stores import join_store, keep_store
+from .stores import join_hosts_store, join_store, keep_for_hosts, keep_store
 from .watchdog import Watchdog
 
 Backend = Literal["gloo", "nccl"]
@@ -163,21 +163,27 @@ def _note_stack(thread: int, file: str) -> None:
 
 def rendezvous_store() -> dist.Store:
     """Where all processes that torchrun, srun or an agent of weft started meet: rank 0 keeps it,
-    unless the agents do."""
+    unless the agents do. Raises ConfigError: several hosts, and no token of the run."""
     host, port = master_address()
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
     found = launched_rank()
     assert found is not None
     if AGENT in os.environ:  # which has chosen the interface
         return join_store(host, port)
-    address = LOOPBACK if on_one_host() else Rendezvous(host, port).address()
+    meeting = Rendezvous(host, port)
+    address = LOOPBACK if on_one_host() else meeting.address()
     listen_at(address)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun keeps its store when it starts processes anew, and with it the addresses of those
         # that died
         return dist.PrefixStore(f"attempt-{restart_count()}", join_store(host, port))
-    host = LOOPBACK if on_one_host() else host
-    return join_store(host, port) if found[0] else keep_store(address, port)
+    rank, size, _ = found
+    if on_one_host():
+        return join_store(LOOPBACK, port) if rank else keep_store(LOOPBACK, port)
+    token = run_token(address)
+    if rank:
+        return join_hosts_store(meeting, address, token)
+    return keep_for_hosts(meeting, address, token, guests=size)
 
 
 @contextmanager
