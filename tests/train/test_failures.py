@@ -144,6 +144,20 @@ def test_a_rank_that_stops_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
     assert "going on from step" in output and steps_of(tmp_path) == list(range(1, STEPS + 1))
 
 
+def test_replicas_that_step_by_themselves_set_a_damaged_checkpoint_aside(tmp_path: Path) -> None:
+    local = ("--set", "sync.name=local_sgd", "--set", "sync.period=2")
+    with begun(tmp_path, "dp2", *local, "--set", "train.steps=8") as process:
+        assert process.wait(120) == 0, process.said()
+    folder = tmp_path / "out" / "checkpoints"
+    last, before = checkpoint.saved_steps(folder)[-1:-3:-1]
+    next((folder / f"step-{last:06d}").glob("*.safetensors")).unlink()
+    with begun(tmp_path, "dp2", *local, "--set", "train.steps=12", "--resume") as process:
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert f"set aside, going on from step {before}" in output, output
+    assert checkpoint.latest_step(folder) == 12
+
+
 class Lagging(Slow):
     """Data that rank 1 waits for."""
 

@@ -91,20 +91,18 @@ def _train_here(run: RunConfig, resume: bool, trace: bool) -> bool:
             quarantine_damaged(error, set_aside, kept)
     world, worlds = run.world, replica_ranks(run)
     threads, backend = run.train.threads, _backend(run, world)
-    if worlds:
-        needed = server_replicas(run)
-        return any(
-            run_replicas(
-                train_and_compare,
-                worlds,
-                run,
-                resume,
-                trace,
-                threads=threads,
-                backend=backend,
-                needed=needed,
-                hang_s=run.train.hang_s,
-            )
+
+    def start_replicas(resume: bool) -> list:
+        return run_replicas(
+            train_and_compare,
+            worlds,
+            run,
+            resume,
+            trace,
+            threads=threads,
+            backend=backend,
+            needed=server_replicas(run),
+            hang_s=run.train.hang_s,
         )
 
     def start(resume: bool) -> list:
@@ -120,6 +118,8 @@ def _train_here(run: RunConfig, resume: bool, trace: bool) -> bool:
             hang_s=run.train.hang_s,
         )
 
+    if worlds:  # which start anew what dies; but none sets a damaged checkpoint aside
+        return any(run_with_restarts(start_replicas, kept, set_aside, resume, restarts=0))
     return any(run_with_restarts(start, kept, set_aside, resume, run.checkpoint.restarts))
 
 
