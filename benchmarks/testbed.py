@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 HUB, HOST, LINK, NET = "weft-hub", "weft-host{}", "link0", "10.91.0."
+TOKEN = "of hosts on this machine alone"
 QUEUE_S = 0.05  # what a link holds back before it drops
 
 
@@ -111,6 +112,7 @@ def run(count: int, command: Sequence[str], timeout_s: float, apart: bool = True
             "WORLD_SIZE": str(count),
             "MASTER_ADDR": address,
             "MASTER_PORT": port,
+            "WEFT_TOKEN": TOKEN,
             "GLOO_SOCKET_IFNAME": device,
             "OMP_NUM_THREADS": "1",
         }

@@ -1,10 +1,11 @@
-"""A run of 200 steps through 20 faults drawn at random, beside the same run left alone.
+"""A run of 300 steps through 44 faults drawn at random, beside the same run left alone.
 
-    python benchmarks/faults/run.py                     some 6 minutes on 2 cores
+    python benchmarks/faults/run.py                     some 30 minutes on 2 cores
     python benchmarks/faults/run.py dp2 --seed 3
     python benchmarks/faults/run.py hosts              some 4 minutes
 
-Takes root: for a disk that can be filled, and for hosts as network namespaces.
+Takes root: for a disk that can be filled, a network that can be cut, and for hosts as network
+namespaces.
 
 Each part is a layout's run, or that of several hosts. It writes results/PART.json, then the tables
 in README.md are written anew. Exit code 1 if a target is missed.
@@ -17,6 +18,7 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,14 +32,33 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import hosts  # noqa: E402
+import network  # noqa: E402
 import parts  # noqa: E402
 import torch  # noqa: E402
 from stored import tensors  # noqa: E402
 
 from weft import checkpoint  # noqa: E402
 
-LAYOUTS = {"dp2": "dp2", "fsdp2": "fsdp2", "pp2": "pp2"}
-STEPS, FAULTS, EVERY, DISK_MB = 200, 20, 4, 16
+LOCAL = """
+[sync]
+name = "local_sgd"
+period = 4
+timeout_s = 5
+"""
+# part -> the layout, and what its run file has more
+LAYOUTS = {
+    "dp2": ("dp2", ""),
+    "fsdp2": ("fsdp2", ""),
+    "pp2": ("pp2", ""),
+    "tp2": ("tp2", ""),
+    "local": ("dp2", LOCAL),
+}
+STEPS, FAULTS, EVERY, DISK_MB = 300, 44, 4, 16
+WAIT_S = 60.0  # for a step after the fault
+LINK_S = (
+    10.0  # for the run to end its ranks while the link is down; others wait for it to come back
+)
+LOSS = 0.1  # relative, between last losses of replicas that step by themselves
 BOUND = 1e-9  # between runs of hosts, whose layouts change; in float64
 RUN = f"""
 [model]
@@ -71,20 +92,17 @@ restarts = 99
 class Run:
     """One `weft train` after another in one folder, until all steps are taken."""
 
-    def __init__(self, folder: Path, layout: str):
+    def __init__(self, folder: Path, part: str):
         folder.mkdir(exist_ok=True)
         shutil.copy(HERE / "slow.py", folder)
-        (folder / "run.toml").write_text(RUN)
-        self.out, self._file, self._layout, self.said = (
-            folder / "out",
-            folder / "run.toml",
-            layout,
-            "",
-        )
+        self._layout, more = LAYOUTS[part]
+        (folder / "run.toml").write_text(RUN + more)
+        self.out, self._file = folder / "out", folder / "run.toml"
         self.start(False)
 
     def start(self, resume: bool) -> None:
-        command = [sys.executable, "-m", "weft", "train", str(self._file), "--layout", self._layout]
+        command = [*network.INSIDE, sys.executable, "-m", "weft", "train", str(self._file)]
+        command += ["--layout", self._layout]
         command += ["--output", str(self.out), *(["--resume"] if resume else [])]
         environment = {
             **os.environ,
@@ -92,6 +110,7 @@ class Run:
             "OMP_NUM_THREADS": "1",
         }
         self.log = open(self.out.parent / "log", "ab")  # noqa: SIM115
+        self._told = self.log.tell()
         self.process = subprocess.Popen(
             command, env=environment, stdout=self.log, stderr=subprocess.STDOUT
         )
@@ -106,6 +125,13 @@ class Run:
             return int(json.loads(lines[-1])["step"]) if lines else 0
         except ValueError:  # it is being written
             return int(json.loads(lines[-2])["step"])
+
+    def error(self) -> str | None:
+        """The one error that it has ended with by itself; None: there is none that is clear."""
+        said = (self.out.parent / "log").read_bytes()[self._told :].decode(errors="replace")
+        said = said.replace(f"{self.out.parent}/", "")
+        told = [line for line in said.splitlines() if line.startswith("weft: ")]
+        return told[-1] if told and "Traceback (most recent call last)" not in said else None
 
     def ranks(self) -> list[int]:
         try:
@@ -176,23 +202,42 @@ def lost(run: Run, dice: random.Random) -> None:
 
 def full_disk(run: Run, dice: random.Random) -> None:
     run.full()
-    run.process.wait(60)
+    run.process.wait(4 * WAIT_S)  # replicas that step by themselves try again
     (run.out / "filler").unlink()
     run.again()
 
 
-KINDS = (
-    killed,
-    killed,
-    killed,
-    stopped,
-    told_to_stop,
-    killed_all,
-    flipped,
-    cut_short,
-    lost,
-    full_disk,
-)
+def stalled(run: Run, dice: random.Random) -> None:
+    rank = dice.choice(run.ranks())
+    os.kill(rank, signal.SIGSTOP)
+    time.sleep(1.0)
+    os.kill(rank, signal.SIGCONT)
+
+
+def connection_cut(run: Run, dice: random.Random) -> None:
+    network.cut_connection(dice.choice(run.ranks()), dice)
+
+
+def link_down_for_a_second(run: Run, dice: random.Random) -> None:
+    with network.link_down():
+        time.sleep(1.0)
+
+
+def link_down_until_noticed(run: Run, dice: random.Random) -> None:
+    ranks = set(run.ranks())
+    with network.link_down():
+        until = time.perf_counter() + LINK_S
+        while ranks <= set(run.ranks()) and time.perf_counter() < until:
+            time.sleep(0.02)
+
+
+# what fails -> the kinds of it, one of which is drawn
+KINDS = {
+    "kill": (killed, killed, killed_all, told_to_stop),
+    "stop": (stopped, stalled),
+    "disk": (flipped, cut_short, lost, full_disk),
+    "network": (connection_cut, link_down_for_a_second, link_down_until_noticed),
+}
 
 
 @contextmanager
@@ -208,54 +253,71 @@ def small_disk(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def through(layout: str, seed: int) -> dict[str, Any]:
-    dice, done = random.Random(f"{layout} {seed}"), []
-    with tempfile.TemporaryDirectory() as folder, small_disk(Path(folder) / "faults" / "out"):
-        alone, began = Run(Path(folder) / "alone", layout), time.perf_counter()
+def through(part: str, seed: int) -> dict[str, Any]:
+    dice, done = random.Random(f"{part} {seed}"), []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        small_disk(Path(folder) / "faults" / "out"),
+        network.namespace(),
+    ):
+        alone, began = Run(Path(folder) / "alone", part), time.perf_counter()
         assert alone.process.wait() == 0, (Path(folder) / "alone" / "log").read_text()
         alone_s = time.perf_counter() - began
-        run, began = Run(Path(folder) / "faults", layout), time.perf_counter()
+        run, began = Run(Path(folder) / "faults", part), time.perf_counter()
         moments = sorted(dice.sample(range(2 * EVERY + 2, STEPS - 4), FAULTS))
-        while moments and run.process.poll() is None:
+        kinds = [what for what in KINDS for _ in range(FAULTS // len(KINDS))]
+        dice.shuffle(kinds)
+        while moments and not run.process.poll():
             if run.step() < moments[0]:
+                if run.process.poll() == 0:
+                    break
                 time.sleep(0.01)
                 continue
             time.sleep(dice.random() * 0.1)
-            kind, at = dice.choice(KINDS), run.step()
+            kind, at, since = dice.choice(KINDS[kinds[-1]]), run.step(), time.perf_counter()
             try:
                 kind(run, dice)
-            except (
-                IndexError,
-                OSError,
-            ):  # it is between two lives, or just moved a file: drawn anew
-                continue
-            done.append({"kind": kind.__name__, "step": at})
+            except (IndexError, OSError):
+                continue  # it is between two lives, or just moved a file: drawn anew
+            at = max(at, run.step())  # steps that it took until it stopped
             moments.pop(0)
-            print(f"{layout}: {done[-1]}", flush=True)
-            since = time.perf_counter()
-            while (
-                run.process.poll() is None and run.step() <= at and time.perf_counter() - since < 60
-            ):
-                time.sleep(0.02)
+            fault = {"what": kinds.pop(), "kind": kind.__name__, "step": at, "error": None}
+            done.append(fault)
+            # one step may have been under way; a step beyond it is one of the run that goes on
+            while run.step() <= at + 1 and time.perf_counter() - since < WAIT_S:
+                code = run.process.poll()
+                if code == 0:
+                    break
+                if code:
+                    fault["error"] = run.error()
+                    if fault["error"] is None:
+                        break
+                    run.again()
+                time.sleep(0.01)
+            fault["lost_s"] = time.perf_counter() - since
+            print(f"{part}: {fault}", flush=True)
         code = run.process.wait()
         faults_s = time.perf_counter() - began
         log = (Path(folder) / "faults" / "log").read_text(errors="replace")
         same = code == 0 and _same(alone.out, run.out)
-        steps = [
-            json.loads(line)["step"]
-            for line in (run.out / "metrics.jsonl").read_text().splitlines()
-        ]
-        if not same:
+        lines = [_metrics(each.out) for each in (alone, run)]
+        if code or not (same or part == "local"):
             print(log[-3000:])
+        last = [float(each[-1]["loss"]) for each in lines]
         return {
             "faults": done,
             "code": code,
             "same": same,
-            "complete": steps == list(range(1, STEPS + 1)),
+            "complete": [line["step"] for line in lines[1]] == list(range(1, STEPS + 1)),
+            "loss": abs(last[1] / last[0] - 1),
             "alone_s": alone_s,
             "faults_s": faults_s,
             "set_aside": log.count("set aside"),
         }
+
+
+def _metrics(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def _same(one: Path, other: Path) -> bool:
@@ -273,21 +335,33 @@ def tables(results: parts.Results) -> tuple[list[str], bool]:
         {name: each for name, each in results.items() if name != "hosts"},
     )
     lines += [
-        "| layout | faults | weights and optimizer bit for bit | all steps once | left alone, s | s"
-        " a fault |"
+        "| run | faults | ended with an error | same at the end | all steps once | left alone, s |"
     ]
-    lines += ["| --- | --- | --- | --- | ---: | ---: |"]
-    for layout, result in results.items():
+    lines += ["| --- | ---: | ---: | --- | --- | ---: |"]
+    for part, result in results.items():
         one = result["runs"]
-        kinds = [fault["kind"].replace("_", " ") for fault in one["faults"]]
-        counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-        well = one["same"] and len(kinds) == FAULTS
+        faults = one["faults"]
+        well = one["code"] == 0 and len(faults) == FAULTS
+        well &= one["same"] or (part == "local" and one["loss"] < LOSS)
         held &= well and one["complete"]
-        each = (one["faults_s"] - one["alone_s"]) / max(1, len(kinds))
-        marks = ["holds" if mark else "FAIL" for mark in (well, one["complete"])]
+        how = "bit for bit" if one["same"] else f"loss {one['loss']:.0%} apart"
+        marks = [how if well else "FAIL", "holds" if one["complete"] else "FAIL"]
+        errors = sum(fault["error"] is not None for fault in faults)
         lines.append(
-            f"| {layout} | {counts} | {marks[0]} | {marks[1]} | {one['alone_s']:.0f} | {each:.1f} |"
+            f"| {part} | {len(faults)} | {errors} | {marks[0]} | {marks[1]} |"
+            f" {one['alone_s']:.0f} |"
         )
+    every = [fault for result in results.values() for fault in result["runs"]["faults"]]
+    lines += ["", "| what fails | how | faults | lost, s: median | most |"]
+    lines += ["| --- | --- | ---: | ---: | ---: |"]
+    for what, kinds in KINDS.items():
+        for kind in dict.fromkeys(each.__name__ for each in kinds):
+            lost = sorted(fault["lost_s"] for fault in every if fault["kind"] == kind)
+            if lost:
+                lines.append(
+                    f"| {what} | {kind.replace('_', ' ')} | {len(lost)} |"
+                    f" {statistics.median(lost):.1f} | {lost[-1]:.1f} |"
+                )
     if several is not None:
         more, well = _table_of_hosts(several["runs"])
         lines, held = [*lines, "", *more], held and well
@@ -325,10 +399,7 @@ def _table_of_hosts(one: dict[str, Any]) -> tuple[list[str], bool]:
 
 
 def main() -> int:
-    measured = {
-        name: lambda layout=layout: through(layout, options.seed)
-        for name, layout in LAYOUTS.items()
-    }
+    measured = {part: lambda part=part: through(part, options.seed) for part in LAYOUTS}
     measured["hosts"] = hosts.measure
     parser = parts.parser(__doc__, measured)
     parser.add_argument("--seed", type=int, default=0, help="of the faults and their moments")

@@ -3,6 +3,7 @@ Ray."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import re
@@ -11,6 +12,7 @@ import stat
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -581,6 +583,34 @@ def test_without_ray_a_run_by_ray_is_refused(file: Path, monkeypatch: pytest.Mon
         "--workers = 3: layout dp2 has 2 ranks"
         in weft("ray", file, "--layout", "dp2", "--workers", 3).output
     )
+
+
+def test_a_run_by_ray_takes_its_folder_for_itself(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from weft.train.run_lock import run_lock
+
+    for name in ("ray", "ray.train", "ray.train.torch"):  # which is not reached
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["ray"].train = sys.modules["ray.train"]  # type: ignore[attr-defined]
+    output = file.parent / "taken"
+
+    def hold(ready: Any) -> None:
+        with run_lock(str(output), make=True):
+            ready.set()
+            time.sleep(1000)
+
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    holder = context.Process(target=hold, args=(ready,), daemon=True)
+    holder.start()
+    try:
+        assert ready.wait(30)
+        result = weft("ray", file, "--output", str(output))
+    finally:
+        holder.kill()
+        holder.join()
+    assert result.exit_code == 2 and "another run writes there" in result.output
 
 
 def test_a_run_by_ray_goes_on_when_a_worker_has_died(

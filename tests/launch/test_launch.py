@@ -419,6 +419,43 @@ def test_a_launched_process_joins_its_peers(
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == wants
 
 
+def entered(token: str, rank: int, port: int, folder: Path) -> None:
+    """A rank that srun started, on a host that others reach."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK="0", WEFT_TOKEN=token)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    rank_process.run_token.__globals__["is_loopback"] = lambda address: False
+    try:
+        with join_world(threads=1):
+            said = str(total(1.0).tolist())
+    except WeftError as error:
+        said = str(error)
+    (folder / str(rank)).write_text(said)
+
+
+@pytest.mark.parametrize("tokens", [("", ""), ("t" * 16, "t" * 16), ("t" * 16, "u" * 16)])
+def test_ranks_of_several_hosts_prove_that_they_know_the_token(
+    bare: pytest.MonkeyPatch, tmp_path: Path, tokens: tuple[str, str]
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    start = multiprocessing.get_context("fork").Process
+    ranks = [start(target=entered, args=(tokens[i], i, port, tmp_path)) for i in range(2)]
+    for process in ranks:
+        process.start()
+    ranks[1].join(60)
+    if tokens[0] != tokens[1]:
+        ranks[0].kill()  # it waits for one that knows it
+    ranks[0].join(60)
+    said = [path.read_text() for path in sorted(tmp_path.iterdir())]
+    if tokens[0] != tokens[1]:
+        assert len(said) == 1 and "WEFT_TOKEN" in said[0] and "is not that of the run" in said[0]
+    elif tokens[0]:
+        assert said == ["[3.0, 3.0]"] * 2
+    else:
+        assert all("WEFT_TOKEN" in each and "openssl rand -hex 16" in each for each in said)
+
+
 def test_nobody_started_this_process(bare: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="neither torchrun nor srun"), join_world():
         pass

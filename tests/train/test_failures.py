@@ -23,7 +23,7 @@ from weft import checkpoint
 from weft.core.errors import DamagedCheckpoint, WeftError, WorkerDied
 from weft.core.shards import whole_shard
 from weft.launch.restarts import run_with_restarts
-from weft.train.watchdog import RankLocation, hang_report
+from weft.launch.watchdog import RankLocation, hang_report
 
 STEPS = 40
 
@@ -142,6 +142,39 @@ def test_a_rank_that_stops_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
         output,
     )
     assert "going on from step" in output and steps_of(tmp_path) == list(range(1, STEPS + 1))
+
+
+def test_replicas_that_step_by_themselves_set_a_damaged_checkpoint_aside(tmp_path: Path) -> None:
+    local = ("--set", "sync.name=local_sgd", "--set", "sync.period=2")
+    with begun(tmp_path, "dp2", *local, "--set", "train.steps=8") as process:
+        assert process.wait(120) == 0, process.said()
+    folder = tmp_path / "out" / "checkpoints"
+    last, before = checkpoint.saved_steps(folder)[-1:-3:-1]
+    next((folder / f"step-{last:06d}").glob("*.safetensors")).unlink()
+    with begun(tmp_path, "dp2", *local, "--set", "train.steps=12", "--resume") as process:
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert f"set aside, going on from step {before}" in output, output
+    assert checkpoint.latest_step(folder) == 12
+
+
+class Lagging(Slow):
+    """Data that rank 1 waits for."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+            time.sleep(1000)  # for data
+
+
+def test_a_hang_before_the_first_step_is_named(tmp_path: Path) -> None:
+    data = 'data.build="tests.train.test_failures:Lagging"'
+    with begun(tmp_path, "dp2", "--set", "train.hang_s=0.3", "--set", data) as process:
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, output
+    assert "no progress for 3 s: rank 1 is in no collective, and is waited for" in output
+    assert "rank 1: after it began building data and model, is in no collective" in output
+    assert "time.sleep(1000)  # for data" in output
 
 
 def test_what_is_said_of_a_hang() -> None:

@@ -11,8 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.cases import VOCAB, Subject, tokens
+from weft.core.errors import WorkerDied
+from weft.launch import rank_process
+from weft.launch.local_workers import run_workers
+from weft.launch.watchdog import LEAST_S, RARE_S, TIMES, Watchdog
 from weft.losses import next_token
-from weft.train.watchdog import LEAST_S, RARE_S, TIMES, Watchdog
 from weft.verification.verify_model import verify_case
 
 
@@ -40,9 +43,63 @@ def test_a_rank_that_is_stuck_in_its_forward(capfd: Any) -> None:
     assert "test_hang.py" in said and "time.sleep(1000)" in said
 
 
+class StuckInBuild(nn.Sequential):
+    """On rank 1 it is never made."""
+
+    def __init__(self) -> None:
+        if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() == 1:
+            time.sleep(1000)  # in its making
+        super().__init__(nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids)
+
+
+def test_a_rank_that_is_stuck_before_the_first_step(capfd: Any) -> None:
+    case = replace(Subject(StuckInBuild, tokens, next_token).case(), hang_s=0.3)
+    report = verify_case(case, ["dp2"])
+    assert "hangs (rank " in report.text()
+    said = capfd.readouterr().err
+    assert "no progress for 3 s: rank 1 is in no collective, and is waited for" in said
+    assert "rank 1: after it began building the model, is in no collective, but at" in said
+    assert "test_hang.py" in said and "time.sleep(1000)  # in its making" in said
+
+
+def idle() -> None:
+    """What a rank does that has come."""
+
+
+def test_a_rank_that_does_not_come_to_where_ranks_meet(
+    tmp_path: Any, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect(*arguments: Any, **options: Any) -> None:
+        if options["rank"] == 1:
+            time.sleep(1000)
+        options["store"].wait(["never"])
+
+    monkeypatch.setattr(rank_process.dist, "init_process_group", connect)  # ranks are forked
+    with pytest.raises(WorkerDied, match="exited with code 3"):
+        run_workers(idle, 2, hang_s=0.3)
+    said = capfd.readouterr().err
+    assert "no progress for 3 s" in said
+    assert "rank 1: after the start" in said and "time.sleep(1000)" in said
+
+
+def test_a_rank_that_works_alone_is_waited_for_as_long_as_it_takes() -> None:
+    assert run_workers(build_slowly, 2, hang_s=0.1) == [True, True]
+
+
+def build_slowly() -> bool:
+    with Watchdog(0.1) as start, start.starting():
+        with start.alone("building"):
+            time.sleep(2.5)
+        dist.barrier()
+    return True
+
+
 def test_the_limit_follows_from_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("weft.train.watchdog.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("weft.launch.watchdog.time.monotonic", lambda: now[0])
     watchdog, found = Watchdog(None), []
     for took in (100.0, 1.0, 1.0, 4.0, *[1.0] * 50):
         found.append(watchdog.limit_s)

@@ -11,9 +11,11 @@ from torch import nn
 
 from weft.core import CheckpointError, LocalShard, Plan, __version__
 
-from .index import CHECKPOINTS, read_index
+from .index import CHECKPOINTS, CheckpointIndex, read_index
 from .reader import load_checkpoint
 from .writer import Retention, save_checkpoint
+
+_ANOTHER = "resume from another checkpoint, which weft saved"
 
 
 class Saved(Protocol):
@@ -95,11 +97,25 @@ def load(engine: Saved, folder: str | Path, step: int | None = None) -> dict[str
 
 def fill_engine(engine: Saved, folder: Path, step: int | None) -> dict[str, Any]:
     """`load` from the folder that holds the checkpoints themselves."""
-    saved = read_index(folder, step).tensors
+    contents = read_index(folder, step)
+    _check_steps(contents, folder)
+    saved = contents.tensors
     _check_nothing_is_left(engine, saved)
-    scalars = load_checkpoint(folder, step, engine.tensors(saved))
-    engine.load_scalars(scalars)
+    scalars = load_checkpoint(folder, contents.step, engine.tensors(saved))
+    try:
+        engine.load_scalars(scalars)
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
+        problem = f"its scalars are not those of an engine ({type(error).__name__}: {error})"
+        raise CheckpointError("checkpoint", str(folder), problem, _ANOTHER) from error
     return scalars
+
+
+def _check_steps(contents: CheckpointIndex, folder: Path) -> None:
+    """Refuse a checkpoint whose engine had taken other steps than it is called by."""
+    done = contents.scalars.get("steps_done")
+    if type(done) is not int or done != contents.step:
+        problem = f"the checkpoint of step {contents.step} says of its steps_done: {done!r}"
+        raise CheckpointError("checkpoint", str(folder), problem, _ANOTHER)
 
 
 def _check_nothing_is_left(engine: Saved, saved: Iterable[str]) -> None:

@@ -20,9 +20,11 @@ save the few lines that intersect two boxes.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -34,11 +36,18 @@ from weft.core import (
     DamagedCheckpoint,
     Index,
     coverage_flaw,
+    index_shape,
+    read_file,
 )
 
 CHECKPOINTS = "checkpoints"  # the folder of a run that holds them
 INDEX_FILE = "index.json"
+MOST_INDEX_BYTES = 1 << 30
 _FORMAT, _VERSION = "weft checkpoint", 1
+_BEGINS = b'{"format": '
+_MOST = (1 << 63) - 1  # elements, bytes, and steps
+_MOST_DIMS = 64  # as torch can do arithmetic with
+_DEEPEST = 16  # levels of scalars and meta data
 _STEP = re.compile(r"step-([0-9]{6,})")
 _FILE = re.compile(r"rank-[0-9]+-[0-9]+\.safetensors")
 
@@ -84,7 +93,9 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 def saved_steps(folder: Path) -> list[int]:
     """The steps with a complete checkpoint in this folder, ascending."""
     names = [_STEP.fullmatch(path.parent.name) for path in folder.glob(f"step-*/{INDEX_FILE}")]
-    return sorted(int(name[1]) for name in names if name)
+    steps = sorted({int(name[1]) for name in names if name})
+    # one number may be written in several ways, one of which is weft's
+    return [step for step in steps if os.path.exists(checkpoint_path(folder, step) / INDEX_FILE)]
 
 
 def latest_step(folder: Path) -> int | None:
@@ -120,45 +131,42 @@ def read_index(folder: Path, step: int | None = None) -> CheckpointIndex:
 
 
 def _read_index(path: Path, step: int) -> CheckpointIndex:
-    foreign = "use a folder that weft saved; to resume from an older checkpoint, remove this one"
+    fix = "use a folder that weft saved; to resume from an older checkpoint, remove this one"
+
+    def damaged(problem: str) -> DamagedCheckpoint:
+        return DamagedCheckpoint("checkpoint", str(path), problem, fix)
+
     try:
-        text = path.read_bytes()
+        check_inside(path)
+        text = read_file(path, MOST_INDEX_BYTES)
     except OSError as error:
-        raise CheckpointError(
-            "checkpoint", str(path), f"cannot be read: {error}", foreign
-        ) from error
+        problem = f"cannot be read: {error.strerror or error}"
+        raise CheckpointError("checkpoint", str(path), problem, fix) from error
+    foreign = "is not the index of a weft checkpoint"
+    if not text.startswith(_BEGINS):
+        raise damaged(foreign)
     try:
         index = json.loads(text)
         as_written = to_json(index).encode() == text
         form, version, checksum = index.pop("format"), index.pop("version"), index.pop("crc32")
-    except (ValueError, LookupError, AttributeError, TypeError) as error:
-        raise DamagedCheckpoint(
-            "checkpoint", str(path), "is not the index of a weft checkpoint", foreign
-        ) from error
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise damaged(foreign) from error
     if form != _FORMAT or version != _VERSION:
         problem = f"is {form!r} version {version!r}, not {_FORMAT!r} version {_VERSION}"
-        raise CheckpointError("checkpoint", str(path), problem, foreign)
+        raise CheckpointError("checkpoint", str(path), problem, fix)
     if not as_written or crc32(to_json(index).encode()) != checksum:
-        raise DamagedCheckpoint(
-            "checkpoint", str(path), "was changed after it was written", foreign
-        )
+        raise damaged("was changed after it was written")
     try:
-        contents = CheckpointIndex(
-            index["step"], index["scalars"], index["meta"], *written_from(index)
-        )
+        found = _whole(index["step"])
+        for key in ("scalars", "meta"):
+            _check_values(_mapping(index[key]), _DEEPEST)
+        contents = CheckpointIndex(found, index["scalars"], index["meta"], *written_from(index))
+        _check_files(contents)
     except (ValueError, LookupError, AttributeError, TypeError) as error:
-        raise DamagedCheckpoint(
-            "checkpoint", str(path), "is not the index of a weft checkpoint", foreign
-        ) from error
-    for name in {
-        file for tensor in contents.tensors.values() for file, _, _ in tensor.chunks
-    } | contents.files.keys():
-        if name not in contents.files or not _FILE.fullmatch(
-            name
-        ):  # never a path that leads out of the folder
-            raise DamagedCheckpoint("checkpoint", str(path), f"names a file {name!r}", foreign)
+        raise damaged(f"{foreign} ({error})") from error
     for name, tensor in contents.tensors.items():
-        check_complete(name, tensor)
+        if flaw := coverage_flaw((chunk[2] for chunk in tensor.chunks), tensor.shape):
+            raise damaged(f"of tensor {name!r}, {flaw}")
     if contents.step != step:
         problem = f"is the index of step {contents.step}"
         raise CheckpointError(
@@ -167,10 +175,18 @@ def _read_index(path: Path, step: int) -> CheckpointIndex:
     return contents
 
 
+def check_inside(path: Path) -> None:
+    """Raises OSError for a link that leads out of the folder of a checkpoint: weft writes none."""
+    to = os.path.realpath(path)
+    if path.is_symlink() and os.path.dirname(to) != os.path.realpath(path.parent):
+        raise OSError(f"is a link that leads out of the folder, to {to}")
+
+
 def written_from(entries: dict[str, Any]) -> Written:
-    """Tensors and files, of what `written_entries` gives."""
-    tensors = {name: _to_stored(entry) for name, entry in entries["tensors"].items()}
-    return tensors, {name: StoredFile(*entry) for name, entry in entries["files"].items()}
+    """Tensors and files, of what `written_entries` gives. Raises ValueError, TypeError or
+    LookupError: it is something else."""
+    tensors = {name: _to_stored(entry) for name, entry in _mapping(entries["tensors"]).items()}
+    return tensors, {name: _to_file(entry) for name, entry in _mapping(entries["files"]).items()}
 
 
 def written_entries(
@@ -193,18 +209,65 @@ def written_entries(
     }
 
 
-def _to_stored(entry: dict[str, Any]) -> StoredTensor:
-    dtype = getattr(torch, entry["dtype"])
+def _to_stored(entry: Any) -> StoredTensor:
+    dtype = getattr(torch, entry["dtype"], None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(entry["dtype"])
+        raise ValueError(f"there is no dtype {entry['dtype']!r}")
+    shape = tuple(map(_whole, entry["shape"]))
+    if len(shape) > _MOST_DIMS or prod(max(size, 1) for size in shape) * dtype.itemsize > _MOST:
+        raise ValueError(f"no tensor has {len(shape)} dims of {list(shape[:4])} ...")
     chunks = tuple(
         (file, _to_index(local), _to_index(position)) for file, local, position in entry["chunks"]
     )
-    return StoredTensor(tuple(entry["shape"]), dtype, chunks)
+    for file, local, position in chunks:
+        if not isinstance(file, str) or index_shape(local) != index_shape(position):
+            raise ValueError(f"chunks of {file!r} have two shapes")
+    return StoredTensor(shape, dtype, chunks)
 
 
-def _to_index(pairs: list[list[int]]) -> Index:
-    return tuple(slice(start, stop) for start, stop in pairs)
+def _to_file(entry: Any) -> StoredFile:
+    size_bytes, checksum = map(_whole, entry)
+    return StoredFile(size_bytes, checksum)
+
+
+def _to_index(pairs: Any) -> Index:
+    return tuple(slice(_whole(start), _whole(stop)) for start, stop in pairs)
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _MOST:
+        raise ValueError(f"{str(value)[:40]!r} is no number of steps, elements or bytes")
+    return value
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{str(value)[:40]!r} stands where names are")
+    return value
+
+
+def _check_values(value: Any, levels: int) -> None:
+    """Raises ValueError for what is nested so deeply that it could not be passed on."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if inner and not levels:
+        raise ValueError("it is nested too deeply")
+    for each in inner:
+        _check_values(each, levels - 1)
+
+
+def _check_files(contents: CheckpointIndex) -> None:
+    """Raises ValueError unless chunks are in files of this folder that can hold them."""
+    held = dict.fromkeys(contents.files, 0)
+    for tensor in contents.tensors.values():
+        for file, local, _ in tensor.chunks:
+            if file not in held:
+                raise ValueError(f"it names a file {file!r} that it does not have")
+            held[file] += prod(index_shape(local)) * tensor.dtype.itemsize
+    for name, stored in contents.files.items():
+        if not _FILE.fullmatch(name):  # never a path that leads out of the folder
+            raise ValueError(f"it names a file {name!r}, as weft writes none")
+        if held[name] > stored.size_bytes:
+            raise ValueError(f"{name} has {stored.size_bytes} bytes, and {held[name]} of tensors")
 
 
 def merge_indexes(

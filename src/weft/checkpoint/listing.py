@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from weft.core import short_number
+from weft.core import printable, short_number
 
 from .index import CHECKPOINTS, checkpoint_path, read_index, saved_steps
 
@@ -51,8 +51,8 @@ def listing_text(found: dict[str, Any], tensors: bool) -> str:
     """`found`, from `describe_checkpoint`, as a table; with a line for each tensor if `tensors`."""
     kept = ", ".join(map(str, found["steps"]))
     rows = {"step": f"{found['step']} (here: {kept})", "written": found["written"]}
-    rows |= {key: str(value) for key, value in found["meta"].items()}
-    rows |= {key: str(value) for key, value in found["scalars"].items()}
+    for values in (found["meta"], found["scalars"]):
+        rows |= {printable(key): printable(str(value)) for key, value in values.items()}
     for kind, row in found["kinds"].items():
         rows[kind] = (
             f"{row['tensors']} tensors, {short_number(row['elements'])} elements,"
@@ -63,9 +63,10 @@ def listing_text(found: dict[str, Any], tensors: bool) -> str:
     )
     lines = [f"{name:<{max(map(len, rows))}}  {value}" for name, value in rows.items()]
     if tensors:
-        width = max(map(len, found["tensors"]))
+        names = {printable(name): row for name, row in found["tensors"].items()}
+        width = max(map(len, names), default=0)
         lines.append("")
-        for name, row in found["tensors"].items():
+        for name, row in names.items():
             parts = "" if row["parts"] == 1 else f", {row['parts']} parts"
             lines.append(f"{name:<{width}}  {row['dtype']} {row['shape']}{parts}")
     return "\n".join(lines)
@@ -73,8 +74,5 @@ def listing_text(found: dict[str, Any], tensors: bool) -> str:
 
 def _kind(name: str) -> str:
     first, slash, _ = name.partition("/")
-    return (
-        {"optimizer": "optimizer", "outer": "replicas", "sync": "codecs"}[first]
-        if slash
-        else "weights"
-    )
+    kinds = {"optimizer": "optimizer", "outer": "replicas", "sync": "codecs"}
+    return kinds.get(first, "others") if slash else "weights"

@@ -9,7 +9,7 @@ from typing import Any, Self
 from zlib import crc32
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weft.core import (
@@ -22,10 +22,19 @@ from weft.core import (
     whole_shard,
 )
 
-from .index import CheckpointIndex, StoredFile, checkpoint_path, latest_step, read_index
+from .index import (
+    CheckpointIndex,
+    StoredFile,
+    check_inside,
+    checkpoint_path,
+    latest_step,
+    read_index,
+)
 from .ranks import raise_on_every_rank, rank_and_world
+from .writer import dtype_name
 
 BLOCK_BYTES = 1 << 22  # written or read, and summed, at once
+COPY_AGAIN = "copy the checkpoint again, or remove its folder to resume from the previous one"
 
 
 def load_checkpoint(folder: Path, step: int | None, pieces: Iterable[LocalShard]) -> dict[str, Any]:
@@ -87,14 +96,31 @@ class CheckpointReader:
                 common = index_overlap(position, stored_position)
                 if common is None:
                     continue
-                if file not in self._opened:
-                    self._opened[file] = self._stack.enter_context(
-                        safe_open(self._path / file, framework="pt")
-                    )
-                part = self._opened[file].get_slice(piece.name)[
+                part = self._open(file).get_slice(piece.name)[
                     shift_index(common, stored_position, stored_local)
                 ]
                 target[shift_index(common, position, local)].copy_(part)
+
+    def _open(self, name: str) -> Any:
+        """A file that holds what the index says of it. Raises DamagedCheckpoint."""
+        if name in self._opened:
+            return self._opened[name]
+        path = self._path / name
+        try:
+            opened = self._stack.enter_context(safe_open(path, framework="pt"))
+            for tensor, stored in self._contents.tensors.items():
+                for local in (local for file, local, _ in stored.chunks if file == name):
+                    held = opened.get_slice(tensor)
+                    if held.get_dtype() != dtype_name(stored.dtype):
+                        raise ValueError(f"{tensor!r} is {held.get_dtype()}, not {stored.dtype}")
+                    box = zip(local, held.get_shape(), strict=True)
+                    if not all(part.stop <= size for part, size in box):
+                        raise ValueError(f"{tensor!r} has shape {held.get_shape()}")
+        except (SafetensorError, ValueError) as error:
+            problem = f"does not hold what the index says ({error})"
+            raise DamagedCheckpoint("checkpoint", str(path), problem, COPY_AGAIN) from error
+        self._opened[name] = opened
+        return opened
 
     def read_tensor(self, name: str) -> Tensor:
         """Read one global tensor."""
@@ -124,12 +150,18 @@ def _check_shard(piece: LocalShard, contents: CheckpointIndex) -> None:
 
 
 def check_size(path: Path, file: StoredFile) -> None:
-    fix = "copy the checkpoint again, or remove its folder to resume from the previous one"
-    if not path.is_file():
-        raise DamagedCheckpoint("checkpoint", str(path), "the file is missing", fix)
-    if path.stat().st_size != file.size_bytes:
-        problem = f"has {path.stat().st_size} bytes where {file.size_bytes} were written"
-        raise DamagedCheckpoint("checkpoint", str(path), problem, fix)
+    """Raises DamagedCheckpoint."""
+    try:
+        check_inside(path)
+        found = path.stat().st_size if path.is_file() else None
+    except OSError as error:
+        raise DamagedCheckpoint("checkpoint", str(path), str(error), COPY_AGAIN) from error
+    if found is None:
+        problem = "is no regular file" if path.exists() else "the file is missing"
+        raise DamagedCheckpoint("checkpoint", str(path), problem, COPY_AGAIN)
+    if found != file.size_bytes:
+        problem = f"has {found} bytes where {file.size_bytes} were written"
+        raise DamagedCheckpoint("checkpoint", str(path), problem, COPY_AGAIN)
 
 
 def check_crc(path: Path, file: StoredFile) -> None:
@@ -139,9 +171,4 @@ def check_crc(path: Path, file: StoredFile) -> None:
             checksum = crc32(block, checksum)
     if checksum != file.crc32:
         problem = "its checksum is not the one that was written"
-        raise DamagedCheckpoint(
-            "checkpoint",
-            str(path),
-            problem,
-            "copy it again, or remove its folder to resume from the previous one",
-        )
+        raise DamagedCheckpoint("checkpoint", str(path), problem, COPY_AGAIN)

@@ -171,7 +171,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> StoredFile:
     ends = [*accumulate(tensors[name].nbytes for name in ordered)]
     header = {
         name: {
-            "dtype": _dtype_name(tensors[name].dtype),
+            "dtype": dtype_name(tensors[name].dtype),
             "shape": list(tensors[name].shape),
             "data_offsets": [end - tensors[name].nbytes, end],
         }
@@ -193,7 +193,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> StoredFile:
 
 
 @cache
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """What safetensors calls it."""
     return json.loads(to_safetensors({"": torch.empty(0, dtype=dtype)})[8:])[""]["dtype"]
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from weft.core import ActionCosts, ConfigError, Schedule, from_csv, to_csv
+from weft.core import ActionCosts, ConfigError, Schedule, from_csv, read_file, to_csv
 from weft.pipeline import Timeline, perfetto, print_for_terminal, schedules, simulate, svg, text
 
 Drawn = Sequence[tuple[Schedule, Timeline]]
@@ -41,8 +41,8 @@ def simulate_schedules(
 def read_costs(path: Path) -> ActionCosts:
     """Raises ConfigError."""
     try:
-        return ActionCosts.from_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
+        return ActionCosts.from_json(read_file(path).decode())
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             "--costs", str(path), f"cannot be read ({error})", "name a costs.json"
         ) from None
@@ -90,7 +90,7 @@ def _add_labels(drawn: Drawn) -> list[tuple[str, Timeline]]:
 
 def _read(name: str) -> Schedule:
     try:
-        content = Path(name).read_text(encoding="utf-8")
+        content = read_file(name).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             "schedule", name, f"cannot be read ({error})", "name a CSV file"

@@ -8,6 +8,7 @@ imports Ray until a run is started.
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from functools import partial
 from pathlib import Path
@@ -15,8 +16,8 @@ from typing import Any
 
 from weft.checkpoint import CHECKPOINTS, latest_step
 from weft.core import ConfigError, RunConfig, WeftError
-from weft.launch import Backend, join_replica, join_world
-from weft.train import check_output, replica_ranks
+from weft.launch import TOKEN, Backend, join_replica, join_world
+from weft.train import check_output, replica_ranks, run_lock
 
 from .train_run import train_and_compare
 
@@ -32,8 +33,7 @@ def run_on_ray(run: RunConfig, resume: bool) -> None:
     """
     try:
         import ray
-        from ray.train import FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
-        from ray.train.torch import TorchTrainer
+        import ray.train.torch
     except ImportError as error:
         raise ConfigError(
             "weft launch", "ray", f"needs {error.name}", "install it: pip install weft[ray]"
@@ -41,7 +41,17 @@ def run_on_ray(run: RunConfig, resume: bool) -> None:
     run = run.model_copy(
         update={"output": str(Path(run.output).resolve())}
     )  # workers are elsewhere
-    check_output(run, resume)
+    with run_lock(run.output, make=not resume):
+        check_output(run, resume)
+        _run(run, ray)
+
+
+def _run(run: RunConfig, ray: Any) -> None:
+    """Train, as nobody else does in the run's folder."""
+    from ray.train import FailureConfig, RunConfig as RayRunConfig, ScalingConfig, WorkerGroupError
+    from ray.train.torch import TorchTrainer
+
+    token = os.environ.get(TOKEN) or secrets.token_hex(16)
     try:
         ray.init()
     except (ConnectionError, ValueError) as error:
@@ -53,12 +63,12 @@ def run_on_ray(run: RunConfig, resume: bool) -> None:
         needed = _worker_resources(run, ray.cluster_resources())
         backend: Backend = "nccl" if "GPU" in needed and not run.workers else "gloo"
         TorchTrainer(
-            partial(_rank, run, backend),
+            partial(_rank, run, backend, token),
             torch_config=_no_group(),
             scaling_config=ScalingConfig(
                 num_workers=run.world, use_gpu="GPU" in needed, resources_per_worker=needed
             ),
-            run_config=RunConfig(
+            run_config=RayRunConfig(
                 name=STORE,
                 storage_path=run.output,
                 failure_config=FailureConfig(max_failures=run.checkpoint.restarts),
@@ -107,8 +117,8 @@ def _no_group() -> Any:
     return Config()
 
 
-def _rank(run: RunConfig, backend: Backend) -> None:
-    """What a worker does."""
+def _rank(run: RunConfig, backend: Backend, token: str) -> None:
+    """What a worker does. `token`: by which workers of several nodes know one another."""
     import ray
     from ray.train.collective import broadcast_from_rank_zero
 
@@ -125,12 +135,13 @@ def _rank(run: RunConfig, backend: Backend) -> None:
         LOCAL_WORLD_SIZE=str(context.get_local_world_size()),
         MASTER_ADDR=host,
         MASTER_PORT=str(port),
+        **{TOKEN: token},
     )
     worlds = replica_ranks(run)
     join = (
-        join_replica(backend, run.train.threads, worlds)
+        join_replica(backend, run.train.threads, worlds, run.train.hang_s)
         if worlds
-        else join_world(backend, run.train.threads)
+        else join_world(backend, run.train.threads, hang_s=run.train.hang_s)
     )
     resume = (
         latest_step(Path(run.output) / CHECKPOINTS) is not None

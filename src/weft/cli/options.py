@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from weft.core import NO_CODE, ConfigError, Refusal, WeftError, check_renamed
+from weft.core import (
+    LINES,
+    NO_CODE,
+    ConfigError,
+    Refusal,
+    WeftError,
+    check_renamed,
+    printable,
+)
 from weft.launch import launched_rank, note_error
 
 if TYPE_CHECKING:  # pydantic and torch are imported when a command runs: --help is to be fast
@@ -68,7 +76,7 @@ def exit_codes() -> Iterator[None]:
         joined = launched_rank()
         # all ranks refuse with the same words: one prints them
         if joined is None or joined[0] == 0 or not isinstance(error, Refusal):
-            typer.echo(f"weft: {error}", err=True)
+            typer.echo(f"weft: {printable(str(error), LINES)}", err=True)
         note_error(str(error))
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:

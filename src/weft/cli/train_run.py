@@ -91,19 +91,18 @@ def _train_here(run: RunConfig, resume: bool, trace: bool) -> bool:
             quarantine_damaged(error, set_aside, kept)
     world, worlds = run.world, replica_ranks(run)
     threads, backend = run.train.threads, _backend(run, world)
-    if worlds:
-        needed = server_replicas(run)
-        return any(
-            run_replicas(
-                train_and_compare,
-                worlds,
-                run,
-                resume,
-                trace,
-                threads=threads,
-                backend=backend,
-                needed=needed,
-            )
+
+    def start_replicas(resume: bool) -> list:
+        return run_replicas(
+            train_and_compare,
+            worlds,
+            run,
+            resume,
+            trace,
+            threads=threads,
+            backend=backend,
+            needed=server_replicas(run),
+            hang_s=run.train.hang_s,
         )
 
     def start(resume: bool) -> list:
@@ -116,8 +115,11 @@ def _train_here(run: RunConfig, resume: bool, trace: bool) -> bool:
             threads=threads,
             backend=backend,
             names=names,
+            hang_s=run.train.hang_s,
         )
 
+    if worlds:  # which start anew what dies; but none sets a damaged checkpoint aside
+        return any(run_with_restarts(start_replicas, kept, set_aside, resume, restarts=0))
     return any(run_with_restarts(start, kept, set_aside, resume, run.checkpoint.restarts))
 
 
@@ -156,13 +158,13 @@ def _train_as_rank(run: RunConfig, laid: RunConfig, resume: bool, trace: bool, a
         )
     threads, backend = run.train.threads, _backend(run, local_world_size())
     if worlds:
-        with join_replica(backend, threads, worlds):
+        with join_replica(backend, threads, worlds, run.train.hang_s):
             return train_and_compare(run, resume, trace, again=again)
     store = rendezvous_store()
     if rank >= world:
         return wait_as_spare(store, rank, ranks)
     try:
-        with join_world(backend, threads, world, store):
+        with join_world(backend, threads, world, store, run.train.hang_s):
             stopped = train_and_compare(laid, resume, trace, again=again, asked=run)
     except DamagedCheckpoint as error:
         if rank == 0:  # whoever starts the ranks anew finds the one before

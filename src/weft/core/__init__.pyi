@@ -27,6 +27,7 @@ from .compile_options import (
 from .data_order import data_rank_indices as data_rank_indices, zigzag_spans as zigzag_spans
 from .dropped_shapes import DroppedShapes as DroppedShapes
 from .errors import (
+    LINES as LINES,
     NO_CODE as NO_CODE,
     STOPPED as STOPPED,
     CheckpointError as CheckpointError,
@@ -43,6 +44,12 @@ from .errors import (
     nearest as nearest,
     require as require,
     require_known as require_known,
+)
+from .files import (
+    check_regular as check_regular,
+    printable as printable,
+    read_file as read_file,
+    replace_file as replace_file,
 )
 from .float8 import (
     MULTIPLE as MULTIPLE,
@@ -161,6 +168,7 @@ from .toml import (
     toml_refusal as toml_refusal,
 )
 from .train_config import TrainConfig as TrainConfig
+from .value_exchange import broadcast_value as broadcast_value
 from .version import __version__ as __version__
 from .whole_updates import (
     WholeUpdate as WholeUpdate,

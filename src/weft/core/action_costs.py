@@ -69,7 +69,7 @@ class ActionCosts:
         """Read the text that `json` wrote. Raises ConfigError for any other text."""
         try:
             made = cls(**json.loads(text))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ConfigError(
                 "costs", text[:40], f"not costs ({error})", "use a file that weft wrote"
             ) from None

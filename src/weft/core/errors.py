@@ -20,9 +20,11 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+from .files import printable
 from .old_names import RENAMED
 
 MANY = 100  # words that nobody reads
+LINES = "\n\t"  # what a message may have beside what is printed
 # sysexits.h's EX_TEMPFAIL: try again later, which a job's script may take as a reason to requeue
 STOPPED = 75
 
@@ -51,9 +53,8 @@ class Refusal(WeftError):
     def __init__(self, field: str, value: object, problem: str, fix: str):
         self.field, self.value, self.problem, self.fix = field, value, problem, fix
         fix = fix[:1].upper() + fix[1:].rstrip(".")
-        super().__init__(
-            f"{field} = {value!r}: {problem}. {fix}" + ("" if fix.endswith("?") else ".")
-        )
+        said = f"{field} = {value!r}: {problem}. {fix}" + ("" if fix.endswith("?") else ".")
+        super().__init__(printable(said, LINES))  # names in it may be another's
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled by what it says: a value may be anything."""

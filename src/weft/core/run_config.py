@@ -35,6 +35,7 @@ from pydantic import (
 )
 
 from .errors import ConfigError, LayoutError, nearest
+from .files import read_file
 from .layout import Layout
 from .schedule import DEFAULT_SCHEDULE
 from .toml import CallableTable, TomlTable, exactly_one, table_error, toml_refusal
@@ -321,14 +322,14 @@ def load_run(path: str | Path, overrides: Mapping[str, str] | None = None) -> Ru
     """
     path = Path(path)
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(read_file(path).decode())
     except FileNotFoundError:
         raise ConfigError("run file", str(path), "there is no such file", _beside(path)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             "run file", str(path), f"cannot be read ({error})", "name a TOML file"
         ) from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # of TOML, its numbers, or its depth
         raise ConfigError(
             "run file", str(path), f"is not TOML: {error}", "correct that line"
         ) from None
@@ -353,11 +354,11 @@ def _override(tables: dict[str, Any], key: str, text: str) -> None:
     """Set the dotted key in the tables."""
     try:
         nested = tomllib.loads(f"{key} = 0")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         raise ConfigError("--set", key, "is no dotted key", "write --set table.key=value") from None
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         parsed = {}
     value = parsed["value"] if len(parsed) == 1 else text
     table = tables

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from weft.core import STAGE_AXIS
+from weft.core import STAGE_AXIS, broadcast_value
 from weft.nn import computed, model_arguments, weighed_loss
 from weft.parallel import TOKEN_AXES, Mesh
 
@@ -92,9 +92,9 @@ class Inference:
         self.units.reshard()
         group = self.mesh.group(STAGE_AXIS)
         if group is not None:
-            source, device = self.stages.plan.schedule.placement[-1], self.mesh.device
-            outputs = outputs or [None]
-            dist.broadcast_object_list(outputs, group_src=source, group=group, device=device)
+            source = self.stages.plan.schedule.placement[-1]
+            mine = outputs[0] if outputs else None
+            return broadcast_value(mine, source, group, self.mesh.device)
         return outputs[0]
 
 

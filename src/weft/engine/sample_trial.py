@@ -11,10 +11,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
-from weft.core import DTYPES, LocalShard, Plan
+from weft.core import DTYPES, LocalShard, Plan, broadcast_value
 from weft.nn import find_experts, model_arguments
 from weft.parallel import Mesh, parallelize
 
@@ -64,10 +63,10 @@ class SampleTrial:
         """
         held = {shard.name: shard for shard in shards}
         group, device = self._mesh.group(*self._mesh.layout.active_axes()), self._mesh.device
-        given = [{key: value[[0, -1]].cpu() for key, value in sample.items()}]
+        sample = {key: value[[0, -1]] for key, value in sample.items()}
         if group is not None:
-            dist.broadcast_object_list(given, group_src=0, group=group, device=device)
-        sample = {key: value.to(device) for key, value in given[0].items()}
+            sample = broadcast_value(sample, 0, group)
+        sample = {key: value.to(device) for key, value in sample.items()}
         found = None
         for way in trial_ways(self._plan, self._mesh, self._sequence, sample):
             if way.precision not in BOUNDS or (self._routes and way.precision != "fp64"):

@@ -13,7 +13,6 @@ from dataclasses import replace
 from math import inf, isfinite, sqrt
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from weft.core import (
@@ -23,6 +22,7 @@ from weft.core import (
     Plan,
     Refusal,
     UnsupportedModel,
+    broadcast_value,
     computes_whole_sequences,
 )
 from weft.nn import model_arguments, module_calls
@@ -82,10 +82,9 @@ class ShardingTrial:
         """
         held = {shard.name: shard for shard in shards}
         group, device = self._mesh.group(*self._mesh.layout.active_axes()), self._mesh.device
-        given = [sample]
         if group is not None:
-            dist.broadcast_object_list(given, group_src=0, group=group, device=device)
-        sample = {key: value.to(device) for key, value in given[0].items()}
+            sample = broadcast_value(sample, 0, group)
+        sample = {key: value.to(device) for key, value in sample.items()}
         if self._sequence:  # refuses what does not divide
             self._sequence.positions(self._sequence.length(sample), self._mesh.device)
         way, whole = self._whole(sample, held)

@@ -12,6 +12,7 @@ from .environment import (
     note_error as note_error,
     restart_count as restart_count,
 )
+from .gate import TOKEN as TOKEN
 from .job import Job as Job, write_job as write_job
 from .kubernetes import kubernetes_manifest as kubernetes_manifest
 from .local_workers import (
@@ -37,3 +38,10 @@ from .restarts import (
 from .rpc import rpc_session as rpc_session
 from .signals import on_stop_signal as on_stop_signal
 from .slurm import slurm_script as slurm_script
+from .watchdog import (
+    HANGS as HANGS,
+    LEAST_S as LEAST_S,
+    RARE_S as RARE_S,
+    TIMES as TIMES,
+    Watchdog as Watchdog,
+)

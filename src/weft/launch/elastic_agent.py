@@ -13,11 +13,9 @@ import logging
 import math
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -53,6 +51,7 @@ from .environment import AGENT
 from .gate import LOOPBACK, Passage, TokenGate, run_token
 from .log import log_line
 from .rendezvous import Rendezvous, listen_at
+from .scratch_folder import ScratchFolder
 from .signals import STOP
 from .stores import join_hosts_store, keep_for_hosts, keep_store
 
@@ -128,7 +127,7 @@ def run_host(
         each.name for each in (*STOP, signal.SIGINT, signal.SIGHUP)
     )
     os.environ[AGENT] = "elastic" if hosts.elastic else "fixed"
-    logs = tempfile.mkdtemp(prefix="weft-")
+    logs = ScratchFolder()
     agent: ElasticAgent | None = None
     over = False  # for all hosts
     most = f" to {hosts.most}" if hosts.elastic else ""
@@ -165,7 +164,7 @@ def run_host(
             raise ConfigError("--rdzv", str(meeting), problem, fix)
         if not common.check(["weft/begun"]):
             begin()
-        agent = ElasticAgent(spec, DefaultLogsSpecs(log_dir=logs), hosts, common, token)
+        agent = ElasticAgent(spec, DefaultLogsSpecs(log_dir=logs.path), hosts, common, token)
         result = agent.run()
         if result is None:  # it was one more than the most, and not needed
             return False
@@ -203,7 +202,7 @@ def run_host(
             f"{what}. Started with --auto-resume it goes on from the latest checkpoint"
         ) from error
     finally:
-        shutil.rmtree(logs, ignore_errors=True)
+        logs.remove()
         if over and agent is not None and hosts.most > 1:
             if meeting.here() or (meeting.file and agent.first):
                 time.sleep(LINGER_S)  # the others still ask what has become of the run

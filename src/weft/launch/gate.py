@@ -61,9 +61,9 @@ def listen(address: str, port: int = 0) -> socket.socket:
 class _Relay(ABC):
     """A port, and a thread that joins each connection to it with one elsewhere."""
 
-    def __init__(self, server: socket.socket):
+    def __init__(self, server: socket.socket, guests: int = 0):
         self.port: int = server.getsockname()[1]
-        self._server = server
+        self._server, self._most = server, guests + STRANGERS
         self._loop = asyncio.new_event_loop()
         self._strangers: dict[asyncio.Task, None] = {}
         started = threading.Event()
@@ -95,7 +95,7 @@ class _Relay(ABC):
         here = reader, writer
         meeting = asyncio.ensure_future(asyncio.wait_for(self._meet(here), PROVE_S))
         self._strangers[meeting] = None
-        if len(self._strangers) > STRANGERS:
+        if len(self._strangers) > self._most:
             first = next(iter(self._strangers))
             del self._strangers[first]
             first.cancel()
@@ -111,12 +111,13 @@ class _Relay(ABC):
 
 
 class TokenGate(_Relay):
-    """Leads whoever proves to know `token` to the port `store` of the loopback. Raises OSError if
-    the port is taken."""
+    """Leads whoever proves to know `token` to the port `store` of the loopback; of more than
+    `guests` who are about to prove it the first are taken for strangers. Raises OSError if the port
+    is taken."""
 
-    def __init__(self, address: str, port: int, token: str, store: int):
+    def __init__(self, address: str, port: int, token: str, store: int, guests: int = 0):
         self._token, self._store = token, store
-        super().__init__(listen(address, port))
+        super().__init__(listen(address, port), guests)
 
     async def _meet(self, here: Streams) -> Streams:
         reader, writer = here

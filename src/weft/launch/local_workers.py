@@ -20,10 +20,8 @@ import multiprocessing
 import os
 import pickle
 import re
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +53,7 @@ from .rank_process import (
     rendezvous_store,
     serve_tasks,
 )
+from .scratch_folder import ScratchFolder
 from .signals import on_stop_signal
 from .stores import join_store, keep_store
 
@@ -71,6 +70,7 @@ def run_workers(
     threads: int | None = None,
     backend: Backend = "gloo",
     names: Sequence[str] = (),
+    hang_s: float | None = None,
 ) -> list[Any]:
     """Run a function in processes of this host, inside a process group.
 
@@ -83,6 +83,7 @@ def run_workers(
         threads: torch threads of each process; default: cores over `world`.
         backend: "gloo" or "nccl".
         names: of the ranks, for errors.
+        hang_s: `train.hang_s` of the run.
 
     Returns:
         The results in rank order.
@@ -90,17 +91,14 @@ def run_workers(
     Raises:
         WorkerDied: with the error of the rank that failed first; a Refusal is raised as it is.
     """
-    folder = tempfile.mkdtemp(prefix="weft-")
-    file = os.path.join(folder, "store")
+    folder = ScratchFolder()
+    file = os.path.join(folder.path, "store")
     workers: list[WorkerProcess] = []
     try:
         with pass_on_stop(workers) as told:
             for rank in range(world):
-                workers.append(
-                    WorkerProcess(
-                        backend, RankTask(function, args, rank, world, file, backend, threads)
-                    )
-                )
+                task = RankTask(function, args, rank, world, file, backend, threads, hang_s=hang_s)
+                workers.append(WorkerProcess(backend, task))
             try:
                 return _collect(WorldWatch(workers, names=names))
             except WorkerDied as error:
@@ -108,7 +106,7 @@ def run_workers(
                 raise
     finally:
         end_workers(workers)
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.remove()
 
 
 class Pool:
@@ -122,7 +120,7 @@ class Pool:
         # What DTensor loads at its first use, too: once here, and not in every process.
         importlib.import_module("torch.distributed.tensor.debug")
         self._threads, self._backend, self._tasks = threads, backend, 0
-        self._folder = tempfile.mkdtemp(prefix="weft-")
+        self._folder = ScratchFolder()
         self._workers = [WorkerProcess(backend) for _ in range(world)]
 
     def run(
@@ -147,7 +145,7 @@ class Pool:
             if worker.process.exitcode is not None:  # ended from outside since the last task
                 self._workers[index] = WorkerProcess(self._backend)
         self._tasks += 1
-        file = os.path.join(self._folder, str(self._tasks))
+        file = os.path.join(self._folder.path, str(self._tasks))
         tasks = [
             RankTask(
                 function,
@@ -193,7 +191,7 @@ class Pool:
             worker.process.join(max(0.0, deadline - time.monotonic()))
         end_workers(self._workers)
         self._workers = []
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
     def __enter__(self) -> Self:
         return self
@@ -208,6 +206,7 @@ def join_world(
     threads: int | None = None,
     world: int | None = None,
     store: dist.Store | None = None,
+    hang_s: float | None = None,
 ) -> Iterator[None]:
     """The process group of the processes that torchrun or srun started, as a context.
 
@@ -216,6 +215,7 @@ def join_world(
         threads: torch threads of this process; default: cores over processes of this host.
         world: take part only in the first `world` processes; default: all.
         store: where the processes meet, if they have met already.
+        hang_s: `train.hang_s` of the run.
     """
     found = launched_rank()
     if found is None:
@@ -229,6 +229,7 @@ def join_world(
         local_world_size(),
         threads,
         store or rendezvous_store(),
+        hang_s=hang_s,
     ):
         yield
 

@@ -25,9 +25,10 @@ from weft.core import Refusal, WeftError, WorkerDied
 from weft.engine import ReplicaGroup
 
 from .environment import AGENT, launched_rank, master_address, on_one_host, restart_count
-from .gate import LOOPBACK
+from .gate import LOOPBACK, run_token
 from .rendezvous import Rendezvous, listen_at
-from .stores import join_store, keep_store
+from .stores import join_hosts_store, join_store, keep_for_hosts, keep_store
+from .watchdog import Watchdog
 
 Backend = Literal["gloo", "nccl"]
 
@@ -86,7 +87,8 @@ class TaskFailure:
 @dataclass(frozen=True)
 class RankTask:
     """One rank's part of one task. `file` is where the ranks of its world meet, `seat` what the
-    world is among others; after `timeout` seconds `stack` says where it is."""
+    world is among others; after `timeout` seconds `stack` says where it is. `hang_s`: as of
+    `enter_rank`."""
 
     function: Callable[..., Any]
     args: tuple
@@ -98,6 +100,7 @@ class RankTask:
     timeout: float | None = None
     stack: str = ""
     seat: WorkerSlot | None = None
+    hang_s: float | None = None
 
     def __call__(self) -> Any:
         os.environ.update(
@@ -114,7 +117,15 @@ class RankTask:
         neighbours = self.world if self.seat is None else self.seat.neighbours
         company = None if self.seat is None else self.seat.company()
         with enter_rank(
-            self.backend, self.rank, self.world, self.rank, neighbours, self.threads, store, company
+            self.backend,
+            self.rank,
+            self.world,
+            self.rank,
+            neighbours,
+            self.threads,
+            store,
+            company,
+            self.hang_s,
         ):
             result = self.function(*self.args)
         alarm.cancel()
@@ -152,21 +163,27 @@ def _note_stack(thread: int, file: str) -> None:
 
 def rendezvous_store() -> dist.Store:
     """Where all processes that torchrun, srun or an agent of weft started meet: rank 0 keeps it,
-    unless the agents do."""
+    unless the agents do. Raises ConfigError: several hosts, and no token of the run."""
     host, port = master_address()
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
     found = launched_rank()
     assert found is not None
     if AGENT in os.environ:  # which has chosen the interface
         return join_store(host, port)
-    address = LOOPBACK if on_one_host() else Rendezvous(host, port).address()
+    meeting = Rendezvous(host, port)
+    address = LOOPBACK if on_one_host() else meeting.address()
     listen_at(address)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun keeps its store when it starts processes anew, and with it the addresses of those
         # that died
         return dist.PrefixStore(f"attempt-{restart_count()}", join_store(host, port))
-    host = LOOPBACK if on_one_host() else host
-    return join_store(host, port) if found[0] else keep_store(address, port)
+    rank, size, _ = found
+    if on_one_host():
+        return join_store(LOOPBACK, port) if rank else keep_store(LOOPBACK, port)
+    token = run_token(address)
+    if rank:
+        return join_hosts_store(meeting, address, token)
+    return keep_for_hosts(meeting, address, token, guests=size)
 
 
 @contextmanager
@@ -179,9 +196,11 @@ def enter_rank(
     threads: int | None,
     store: dist.Store,
     company: ReplicaGroup | None = None,
+    hang_s: float | None = None,
 ) -> Iterator[None]:
     """This process is a rank, one of `neighbours` on this host, until all ranks are done: some may
-    still be connecting, or need the store of the first."""
+    still be connecting, or need the store of the first. It ends if they do not all connect; within
+    how long follows from `hang_s`, as in `Watchdog`."""
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world),
@@ -201,14 +220,15 @@ def enter_rank(
         threads
         or (int(asked) if asked.isdigit() and int(asked) else max(1, usable_cores() // neighbours))
     )
-    if backend == "gloo":
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    else:
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=world, device_id=device
-        )
+    with Watchdog(hang_s, (store, rank, world)) as start, start.starting():
+        if backend == "gloo":
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        else:
+            device = torch.device("cuda", local_rank)
+            torch.cuda.set_device(device)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=world, device_id=device
+            )
     _COMPANY[:] = [] if company is None else [company]
     yield
     dist.barrier()  # not after an error: peers that are gone would be waited for

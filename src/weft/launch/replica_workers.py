@@ -12,8 +12,6 @@ from one of them.
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,6 +29,7 @@ from .environment import launched_rank, local_world_size
 from .local_workers import END_S, WorkerProcess, WorldWatch, end_workers, pass_on_stop
 from .log import log_line
 from .rank_process import POLL_S, Backend, RankTask, WorkerSlot
+from .scratch_folder import ScratchFolder
 
 RESTARTS = 3  # of one replica
 LAST_S = 5.0  # after the others are done, for replicas that were left out and do not end
@@ -43,6 +42,7 @@ def run_replicas(
     threads: int | None = None,
     backend: Backend = "gloo",
     needed: Collection[int] = (),
+    hang_s: float | None = None,
 ) -> list[Any]:
     """Run a function in the processes of replicas, each of which has a process group of its own.
 
@@ -53,6 +53,7 @@ def run_replicas(
         threads: torch threads of each process; default: cores over processes.
         backend: "gloo" or "nccl".
         needed: replicas without which the others cannot continue.
+        hang_s: `train.hang_s` of the run.
 
     Returns:
         The results in rank order; None for the ranks of a replica that failed for good.
@@ -60,18 +61,19 @@ def run_replicas(
     Raises:
         WorkerDied: a needed replica failed, or the last one; a Refusal is raised as it is.
     """
-    folder = tempfile.mkdtemp(prefix="weft-")
+    folder = ScratchFolder()
     every: list[WorkerProcess] = []
     size = sum(map(len, worlds))
 
     def started(
         store: dist.TCPStore, replica: int, incarnation: int
     ) -> tuple[list[WorkerProcess], WorldWatch]:
-        file = os.path.join(folder, f"{replica}-{incarnation}")
+        file = os.path.join(folder.path, f"{replica}-{incarnation}")
         seat, ranks = WorkerSlot(store.port, replica, incarnation, size), worlds[replica]
         workers = []
         for index in range(len(ranks)):
-            task = RankTask(function, args, index, len(ranks), file, backend, threads, seat=seat)
+            own = function, args, index, len(ranks), file, backend, threads
+            task = RankTask(*own, seat=seat, hang_s=hang_s)
             workers.append(WorkerProcess(backend, task))
             every.append(workers[-1])
         return workers, WorldWatch(workers, ranks=ranks)
@@ -136,7 +138,7 @@ def run_replicas(
                             )
         return results
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.remove()
 
 
 def check_store(keeper: BaseProcess) -> None:
@@ -149,10 +151,20 @@ def check_store(keeper: BaseProcess) -> None:
 
 @contextmanager
 def join_replica(
-    backend: Backend, threads: int | None, worlds: Sequence[Sequence[int]]
+    backend: Backend,
+    threads: int | None,
+    worlds: Sequence[Sequence[int]],
+    hang_s: float | None = None,
 ) -> Iterator[None]:
     """The world of its replica, for a process that torchrun or srun started. Rank 0, which may keep
-    the store where replicas meet, waits a while for the others at the end."""
+    the store where replicas meet, waits a while for the others at the end.
+
+    Args:
+        backend: "gloo" or "nccl".
+        threads: torch threads of this process; default: cores over processes of this host.
+        worlds: the ranks of each replica.
+        hang_s: `train.hang_s` of the run.
+    """
     found = launched_rank()
     assert found is not None
     rank, size, local_rank = found
@@ -169,6 +181,7 @@ def join_replica(
         threads,
         own,
         ReplicaGroup(store, replica),
+        hang_s,
     ):
         yield
     local_workers.leave_world(store, rank, size)

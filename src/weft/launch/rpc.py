@@ -21,6 +21,7 @@ from weft._torch.c10d import default_store
 from .environment import master_address, on_one_host
 from .gate import LOOPBACK
 from .rendezvous import Rendezvous, listen_at
+from .watchdog import Watchdog
 
 _SCHEME = "weft"
 
@@ -39,7 +40,8 @@ def rpc_session(names: Sequence[str]) -> Iterator[None]:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of its own way to use a process group
-        rpc.init_rpc(names[rank], rank=rank, world_size=world, rpc_backend_options=options)
+        with Watchdog(None) as start, start.starting():
+            rpc.init_rpc(names[rank], rank=rank, world_size=world, rpc_backend_options=options)
     rpc._set_rpc_timeout(0)
     try:
         yield

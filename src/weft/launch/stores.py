@@ -34,12 +34,26 @@ def join_store(host: str, port: int, timeout: timedelta = PATIENCE) -> dist.TCPS
 
 
 def keep_for_hosts(
-    meeting: Rendezvous, address: str, token: str, timeout: timedelta = PATIENCE
+    meeting: Rendezvous,
+    address: str,
+    token: str,
+    timeout: timedelta = PATIENCE,
+    guests: int = 0,
 ) -> dist.TCPStore:
-    """A store of this process, which hosts that know the token reach at this address of it. Raises
-    OSError if the port is taken."""
+    """A store of this process, which hosts that know the token reach at this address of it.
+
+    Args:
+        meeting: where they meet.
+        address: of this host.
+        token: the run's.
+        timeout: for each answer.
+        guests: how many may come at once, beside strangers.
+
+    Raises:
+        OSError: the port is taken.
+    """
     store = keep_store(timeout=timeout)
-    TokenGate(address, meeting.port, token, store.port)
+    TokenGate(address, meeting.port, token, store.port, guests)
     return store
 
 

@@ -120,3 +120,4 @@ from .signature import (
     named_inputs as named_inputs,
 )
 from .size_attributes import numbers_read as numbers_read
+from .weight_files import file_tensors as file_tensors

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.core import CheckpointError, Index, index_shape
+from weft.core import CheckpointError, Index, check_regular, index_shape
 
 DTYPES = {
     "F64": torch.float64,
@@ -36,6 +36,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 MOST_HEADER_BYTES = 100_000_000  # as the safetensors library allows
+MOST_ELEMENTS = 1 << 59  # of which torch can count the bytes
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,11 @@ def file_tensors(files: Iterable[Path]) -> dict[str, FileTensor]:
 
 def _header(file: Path) -> dict[str, FileTensor]:
     try:
-        with file.open("rb") as opened:
+        # a pipe is opened at once, and not when somebody writes to it
+        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as (
+            opened
+        ):
+            check_regular(opened.fileno())
             size = os.fstat(opened.fileno()).st_size
             length = int.from_bytes(opened.read(8), "little")
             if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
@@ -109,7 +114,7 @@ def _header(file: Path) -> dict[str, FileTensor]:
                 for name, entry in header.items()
                 if name != "__metadata__"
             }
-    except (OSError, ValueError, AttributeError) as problem:
+    except (OSError, ValueError, AttributeError, RecursionError) as problem:
         raise _damaged(file, f"cannot be read ({problem})") from problem
 
 
@@ -117,9 +122,10 @@ def _tensor(file: Path, name: str, entry: Any, first: int, size: int) -> FileTen
     try:
         shape, (start, stop) = tuple(map(int, entry["shape"])), map(int, entry["data_offsets"])
         found = FileTensor(file, first + start, shape, DTYPES[entry["dtype"]])
-    except (KeyError, TypeError, ValueError) as problem:
+    except (KeyError, TypeError, ValueError, OverflowError) as problem:
         raise _damaged(file, f"says of {name} what cannot be read ({problem})") from problem
-    if start < 0 or min(shape, default=0) < 0 or stop - start != found.nbytes:
+    possible = min(shape, default=0) >= 0 and prod(max(n, 1) for n in shape) <= MOST_ELEMENTS
+    if start < 0 or not possible or stop - start != found.nbytes:
         raise _damaged(file, f"gives {name} {stop - start} bytes for {shape} {entry['dtype']}")
     if first + stop > size:
         raise _damaged(file, f"ends within {name}")

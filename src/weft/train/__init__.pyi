@@ -48,10 +48,3 @@ from .run_folder import METRICS as METRICS, check_output as check_output
 from .run_lock import run_lock as run_lock
 from .tokenizer import train_bpe as train_bpe
 from .trainer import train as train
-from .watchdog import (
-    HANGS as HANGS,
-    LEAST_S as LEAST_S,
-    RARE_S as RARE_S,
-    TIMES as TIMES,
-    Watchdog as Watchdog,
-)

@@ -33,6 +33,7 @@ from weft.core import (
     Sync,
     nearest,
     parts_within,
+    read_file,
     require_known,
 )
 from weft.engine import OptimizerFactory, make_optimizer
@@ -381,10 +382,9 @@ def _options(run: RunConfig) -> dict[str, Any]:
     costs = options.get("costs")
     if isinstance(costs, str):
         try:
-            options["costs"] = ActionCosts.from_json(
-                Path(resolve_path(run, costs)).read_text(encoding="utf-8")
-            )
-        except OSError as error:
+            text = read_file(resolve_path(run, costs)).decode()
+            options["costs"] = ActionCosts.from_json(text)
+        except (OSError, UnicodeDecodeError) as error:
             fix = "name a costs.json that weft train --trace wrote"
             raise ConfigError("pipeline.costs", costs, f"cannot be read ({error})", fix) from None
     elif isinstance(costs, dict):

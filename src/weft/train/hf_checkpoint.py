@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -43,7 +43,7 @@ from weft.core import (
     load_run,
     whole_shard,
 )
-from weft.nn import set_use_cache
+from weft.nn import file_tensors, set_use_cache
 from weft.parallel import weights_of
 
 from . import build
@@ -206,7 +206,12 @@ def _read(source: Path, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[
     with ExitStack() as stack:
         groups: dict[str, dict[str, Any]] = {}
         for file in files:
-            opened = stack.enter_context(safe_open(file, framework="pt"))
+            file_tensors([file])  # refuses what the library would wait for, or fail at
+            try:
+                opened = stack.enter_context(safe_open(file, framework="pt"))
+            except SafetensorError as error:
+                fix = "copy the file again"
+                raise CheckpointError("weights", str(file), str(error), fix) from error
             for key in opened.keys():  # noqa: SIM118
                 layer = re.match(r".*?\.\d+(?=\.)", key)
                 groups.setdefault(layer[0] if layer else key, {})[key] = opened.get_slice(key)

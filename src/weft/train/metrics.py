@@ -39,8 +39,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.core import ConfigError, read_file, replace_file
+
 from .run_folder import METRICS, TENSORBOARD
 
+MOST_BYTES = 1 << 32  # of metrics.jsonl
 Line = Mapping[str, Any]
 
 
@@ -51,7 +54,7 @@ class Metrics:
     def __init__(self, folder: Path, done: int, writes: bool = True):
         self._path, self._folder, self._done = folder / METRICS, folder / TENSORBOARD, done
         self._board: Any = None
-        if writes and self._path.exists():
+        if writes and os.path.lexists(self._path):  # a link is none of weft's
             keep_until(self._path, done)
 
     def write(self, line: Line) -> None:
@@ -86,17 +89,22 @@ class Metrics:
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Drop the lines past this step from a metrics file, and a last line that a crash cut short."""
+    """Drop the lines past this step from a metrics file, and a last line that a crash cut short.
+    Raises ConfigError."""
     kept = []
-    for text in path.read_text(encoding="utf-8").splitlines():
+    try:
+        whole = read_file(path, MOST_BYTES).decode(errors="replace")
+    except OSError as error:
+        fix = "remove it, or name another folder with --output"
+        problem = f"cannot be read ({error.strerror or error})"
+        raise ConfigError("metrics", str(path), problem, fix) from None
+    for text in whole.splitlines():
         try:
             if json.loads(text)["step"] <= step:
                 kept.append(text + "\n")
-        except ValueError:
+        except (ValueError, LookupError, TypeError, RecursionError):
             break
-    fresh = path.with_name(f".{path.name}.partial")
-    fresh.write_text("".join(kept), encoding="utf-8")
-    os.replace(fresh, path)
+    replace_file(path, "".join(kept))
 
 
 class StepTimer:

@@ -8,8 +8,11 @@ a process group.
 
 from __future__ import annotations
 
+import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from weft.checkpoint import (
     CHECKPOINTS,
@@ -18,7 +21,7 @@ from weft.checkpoint import (
     order_scalars,
     read_index,
 )
-from weft.core import ConfigError, RunConfig
+from weft.core import CheckpointError, ConfigError, RunConfig
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
@@ -26,6 +29,7 @@ SAMPLE = "sample.txt"
 
 # scalars of a checkpoint
 LEFT_OUT, LOSSES = "batches_left_out", "losses"
+_ANOTHER = "resume from another checkpoint, which weft saved"
 
 
 def check_output(run: RunConfig, resume: bool) -> None:
@@ -42,7 +46,7 @@ def check_output(run: RunConfig, resume: bool) -> None:
         if step is not None:
             fix = f"go on from step {step} with --resume, or name another folder with --output"
             raise ConfigError("output", run.output, "holds the checkpoints of a run", fix)
-        if (folder / METRICS).exists():
+        if os.path.lexists(folder / METRICS):
             raise ConfigError(
                 "output",
                 run.output,
@@ -60,13 +64,6 @@ def check_output(run: RunConfig, resume: bool) -> None:
         ) from None
 
 
-def put_file(path: Path, text: str) -> None:
-    """Write a file of the folder; where that fails, what was there before stays."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-
-
 def checkpoint_folder(run: RunConfig, replica: int | None = None) -> Path:
     """Where checkpoints are: those of the run, or what one of several replicas that step by
     themselves keeps beside them."""
@@ -81,6 +78,17 @@ def resume_folder(run: RunConfig, replica: int) -> Path:
     return own if latest_step(own) == latest_step(whole) is not None else whole
 
 
+def loop_state(scalars: Mapping[str, Any]) -> tuple[int, list[float]]:
+    """Of a checkpoint's scalars: how many batches are left out for good, and the losses that were
+    last seen. Raises CheckpointError."""
+    left_out, losses = scalars.get(LEFT_OUT, 0), scalars.get(LOSSES, [])
+    if type(left_out) is not int or left_out < 0:
+        raise CheckpointError(LEFT_OUT, left_out, "is no number of batches", _ANOTHER)
+    if not isinstance(losses, list) or not all(type(loss) in (int, float) for loss in losses):
+        raise CheckpointError(LOSSES, losses, "is no list of losses", _ANOTHER)
+    return left_out, losses
+
+
 def _check_resume(run: RunConfig, contents: CheckpointIndex) -> None:
     """Where a run stands in its data is its number of steps, which another batch or seed would give
     another meaning."""
@@ -93,6 +101,7 @@ def _check_resume(run: RunConfig, contents: CheckpointIndex) -> None:
             raise ConfigError(
                 f"train.{key}", value, problem, f"resume with {key} {was}, or begin another run"
             )
+    loop_state(contents.scalars)
     if contents.step > run.train.steps:
         problem = f"the run in {run.output} has taken {contents.step} steps"
         raise ConfigError(

@@ -51,7 +51,8 @@ def run_lock(output: str, make: bool, patience_s: float = 0.0) -> Iterator[None]
 
 def _open_locked(path: Path, output: str, until: float) -> int:
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        # never through a link: what it leads to would be emptied
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -22,6 +22,7 @@ from weft.checkpoint import (
 )
 from weft.core import CheckpointError, LocalShard, OutlierFilter, RunConfig, WeftError
 from weft.engine import StepResult, TrainingEngine
+from weft.launch import Watchdog
 
 from . import build
 from .comm_metrics import CommMetrics, RpcMetrics, comm_metrics_of
@@ -29,11 +30,10 @@ from .data import Loader
 from .expert_metrics import ExpertMetrics
 from .metrics import Metrics, StepTimer, highest_over_ranks, peak_memory_bytes
 from .progress import Progress
-from .run_folder import LEFT_OUT, LOSSES, checkpoint_folder, data_position
+from .run_folder import LEFT_OUT, LOSSES, checkpoint_folder, data_position, loop_state
 from .stop_request import StopRequest
 from .token_rows import refuse_unknown_tokens
 from .trace_recorder import TraceRecorder
-from .watchdog import Watchdog
 
 # (run, device, measured seconds of a step) -> lines of the summary
 Compare = Callable[[RunConfig, torch.device, float], dict[str, str]]
@@ -219,7 +219,7 @@ class TrainLoop:
         self.engine.optimizer.state.clear()  # it is made anew, as of the checkpoint
         scalars = fill_engine(self.engine, folder, kept)
         self.passed += step - kept
-        self.spikes.restore(scalars.get(LOSSES, ()))
+        self.spikes.restore(loop_state(scalars)[1])
         if self.metrics is not None:
             self.metrics.back_to(kept)
         batches = f"{step - kept} batches are" if step - kept > 1 else "1 batch is"

@@ -11,16 +11,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch import Tensor, nn
 
 from weft.checkpoint import fill_engine
 from weft.core import (
     DRIVER,
     ConfigError,
+    Plan,
     RunConfig,
     dump_toml,
+    replace_file,
 )
 from weft.engine import Engine, Remote, ReplicaGroup, TrainingEngine
-from weft.launch import replica_slot, rpc_session
+from weft.launch import RARE_S, Watchdog, replica_slot, rpc_session
 from weft.parallel import (
     DATA_AXES,
 )
@@ -31,18 +34,15 @@ from .generate import sample_text, text_coder
 from .metrics import Metrics, rate_unit
 from .progress import Progress
 from .run_folder import (
-    LEFT_OUT,
-    LOSSES,
     SAMPLE,
     check_output,
-    put_file,
+    loop_state,
     resume_folder,
 )
 from .run_summary import run_header, run_summary
 from .stop_request import StopRequest
 from .trace_recorder import FIRST, TraceRecorder
 from .train_loop import Compare, TrainLoop
-from .watchdog import RARE_S, Watchdog
 
 
 def train(
@@ -86,28 +86,34 @@ def _train(
     compare: Compare | None,
 ) -> bool:
     began, t, folder, company = time.perf_counter(), run.train, Path(run.output), replica_slot()
-    if not again and (
-        company is None or not company.incarnation
-    ):  # else others have written there meanwhile
-        check_output(run, resume)
-    if dist.is_initialized():
-        dist.barrier()  # no rank may find what rank 0 has written already
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    reads = not (run.workers and rank)  # workers need no data
-    dataset = build.build_dataset(run) if reads else NoDataset(t.batch)
-    val = build.build_dataset(run, "val") if t.eval_every and reads else None
-    text = text_coder(run, dataset) if t.sample_tokens and reads else None
-    engine = _engine(run, dataset, company)
+    with Watchdog(t.hang_s) as start, start.starting():
+        with start.alone("looking at the run folder"):
+            # else others have written there meanwhile
+            if not again and (company is None or not company.incarnation):
+                check_output(run, resume)
+        if dist.is_initialized():
+            dist.barrier()  # no rank may find what rank 0 has written already
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        reads = not (run.workers and rank)  # workers need no data
+        with start.alone("building data and model"):
+            dataset = build.build_dataset(run) if reads else NoDataset(t.batch)
+            val = build.build_dataset(run, "val") if t.eval_every and reads else None
+            text = text_coder(run, dataset) if t.sample_tokens and reads else None
+            sample = build.sample_batch(run, dataset)
+            model, plan = build.build_for_ranks(run, sample, _weights_dtype(run))
+        engine = _engine(run, model, plan, sample, company)
+        start.beat("the engine")
+        scalars: dict[str, Any] = {}
+        if resume and not engine.replicas.caught_up:
+            found = resume_folder(run, engine.replicas.index)
+            scalars = fill_engine(engine, found, None)
+            start.beat("loading a checkpoint")
+        engine.connect()
     shares = (
         engine.global_plan.layout.replica_count if engine.replicas.servers_update else 1
     )  # replicas are never at one step
     val_loader = _loader(run, engine, val, shares=shares) if val is not None else None
-    scalars: dict[str, Any] = {}
     notes = [*engine.global_plan.notes]
-    if resume and not engine.replicas.caught_up:
-        found = resume_folder(run, engine.replicas.index)
-        scalars = fill_engine(engine, found, None)
-    engine.connect()
     done = engine.steps_done
     if engine.codec_state_lost:
         notes.append("what codecs had kept was another layout's or codec's: it begins anew")
@@ -118,11 +124,11 @@ def _train(
         raise ConfigError(
             "train.steps", t.steps, problem, f"use at least {done + FIRST}, or leave --trace out"
         )
-    left_out = int(scalars.get(LEFT_OUT, 0))
+    left_out, losses = loop_state(scalars)
     loader = _loader(run, engine, dataset, start=done + left_out)
     if rank == 0 and engine.replicas.leads:
-        put_file(folder / "run.toml", dump_toml(asked))
-        put_file(folder / "plan.txt", f"{engine.global_plan}\n")
+        replace_file(folder / "run.toml", dump_toml(asked))
+        replace_file(folder / "plan.txt", f"{engine.global_plan}\n")
 
     console = Console(quiet=rank != 0 or not engine.replicas.leads)
     recorder = (
@@ -151,7 +157,7 @@ def _train(
             shares=shares,
             passed=left_out,
         )
-        loop.spikes.restore(scalars.get(LOSSES, ()))
+        loop.spikes.restore(losses)
         if isinstance(engine, Remote):
             engine.heard = partial(
                 watchdog.beat, "a call"
@@ -178,7 +184,7 @@ def _train(
         written = sample_text(run, engine, text, len(dataset[0]["input_ids"]))
         progress.say(f"\n{written}")
         if rank == 0 and engine.replicas.leads:
-            put_file(folder / SAMPLE, written)
+            replace_file(folder / SAMPLE, written)
     engine.leave()
     return interrupted
 
@@ -186,10 +192,17 @@ def _train(
 # ---- what a run is made of -----------------------------------------------------------------------
 
 
-def _engine(run: RunConfig, dataset: Dataset, company: ReplicaGroup | None) -> TrainingEngine:
-    sample = build.sample_batch(run, dataset)
-    dtype = torch.float64 if run.precision.compute == "fp64" else torch.float32
-    model, plan = build.build_for_ranks(run, sample, dtype)
+def _weights_dtype(run: RunConfig) -> torch.dtype:
+    return torch.float64 if run.precision.compute == "fp64" else torch.float32
+
+
+def _engine(
+    run: RunConfig,
+    model: nn.Module,
+    plan: Plan,
+    sample: dict[str, Tensor],
+    company: ReplicaGroup | None,
+) -> TrainingEngine:
     made = (
         partial(Remote, workers=run.workers)
         if run.workers

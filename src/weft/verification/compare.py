@@ -12,10 +12,8 @@ from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from weft.core import (
@@ -25,6 +23,7 @@ from weft.core import (
     Plan,
     Refusal,
     data_rank_indices,
+    gather_json,
     is_inside,
 )
 from weft.engine import (
@@ -35,7 +34,7 @@ from weft.engine import (
     TrainingEngine,
     refuse_what_does_not_run,
 )
-from weft.launch import rpc_session
+from weft.launch import LEAST_S, RARE_S, TIMES, Watchdog, rpc_session
 from weft.parallel import (
     DATA_AXES,
     HEADER_BYTES,
@@ -48,7 +47,6 @@ from weft.parallel import (
     predict_collectives,
     whole_batch_comms,
 )
-from weft.train import LEAST_S, RARE_S, TIMES, Watchdog
 
 from .activation_errors import first_activation
 from .activation_recorder import ActivationRecorder, record_activations
@@ -117,8 +115,10 @@ def make_engine(case: Case, plan: Plan, model: nn.Module) -> TrainingEngine:
 
 def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     case = reference.case or case
-    model, plan = build(case, layout, reference.plan)
-    engine = make_engine(case, plan, model)
+    with Watchdog(hang_s(case, layout, reference)) as start, start.starting():
+        with start.alone("building the model"):
+            model, plan = build(case, layout, reference.plan)
+        engine = make_engine(case, plan, model)
     if reference.replicas:
         reference = reference.replicas[engine.replicas.index]
     errors: dict[str, dict[str, float]] = {"loss": {}, "gradient": {}, "weight": {}}
@@ -434,10 +434,12 @@ def _routings(traces: list[ActivationRecorder]) -> list[RoutingCall]:
 
 
 def merge_ranks(layout: str, mine: tuple) -> LayoutResult:
-    everyone: list[Any] = [mine]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+    errors, mine_first, problem, *comms = mine
+    rows = [[[*key, *counts] for key, counts in table.items()] for table in comms]
+    everyone = [
+        (*told[:3], *({(row[0], row[1]): (row[2], row[3]) for row in table} for table in told[3]))
+        for told in gather_json([errors, mine_first, problem, rows])
+    ]
     worst: dict[str, tuple[float, str]] = {}
     for kind in ("loss", "gradient", "weight"):
         found = [

@@ -9,7 +9,6 @@ from dataclasses import replace
 from math import inf
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from weft.core import (
@@ -20,10 +19,11 @@ from weft.core import (
     ReplicaView,
     bucket_owners,
     chunks_of,
+    gather_json,
 )
 from weft.engine import AsyncServerReplicas, TrainingEngine, UpdateOrder
+from weft.launch import Watchdog
 from weft.nn import Randomness, is_whole_batch, model_arguments, named_inputs
-from weft.train import Watchdog
 
 from .case import Case
 from .codec_definitions import DefinedCodec, codec_bounds, describe_codec
@@ -65,7 +65,7 @@ def replayed_reference(case: Case, layout: str, steps: int) -> Reference:
 
 
 def check_replayed(case: Case, layout: str, reference: Reference) -> LayoutResult:
-    """Run the case under `layout` in this process group, then replay it on the first rank."""
+    """Run the case under `layout` in this process group, then replay it on each."""
     case, steps = reference.case or case, len(reference.losses)
     model, plan = build(case, layout, None)
     engine = make_engine(case, plan, model)
@@ -87,14 +87,11 @@ def check_replayed(case: Case, layout: str, reference: Reference) -> LayoutResul
             took.append((float(taken.loss), grads, weights))
             watchdog.beat(f"step {step}")
         engine.gather(last=True)
-    orders: list[UpdateOrder] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(orders, replicas.order)
-    found: list[list[tuple[Reference, list[Grads]]]] = [[]]
-    if dist.get_rank() == 0:
-        with torch.random.fork_rng([]):
-            found = [_replay(case, plan, orders, steps)]
-    dist.broadcast_object_list(found, src=0)
-    own, after = found[0][replicas.index]
+    orders: list[UpdateOrder] = [
+        [(bool(gave), who) for gave, who in one] for one in gather_json(replicas.order)
+    ]
+    with torch.random.fork_rng([]):
+        own, after = _replay(case, plan, orders, steps)[replicas.index]
     result = _compared(engine, own, after, case, took, layout)
     engine.leave()
     return replace(result, definition=reference.definition)

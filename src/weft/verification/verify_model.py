@@ -24,10 +24,9 @@ from weft.core import (
     emulate_float8,
 )
 from weft.engine import Loss, Optimizers
-from weft.launch import run_workers
+from weft.launch import HANGS, run_workers
 from weft.nn import check_entries
 from weft.parallel import DATA_AXES, plan as lay
-from weft.train import HANGS
 
 from .case import Batch, Case
 from .coded_reference import run_coded

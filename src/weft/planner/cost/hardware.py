@@ -16,7 +16,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from weft.core import ConfigError, TomlTable, nearest, table_error, toml_refusal
+from weft.core import ConfigError, TomlTable, nearest, read_file, table_error, toml_refusal
 
 SHEETS = Path(__file__).parents[1] / "hardware"
 LOCAL = "local"  # the sheet that `weft calibrate` writes
@@ -241,7 +241,7 @@ def _load_shipped(name: str) -> Hardware:
 def read_sheet(path: Path) -> Hardware:
     """Raises ConfigError for a file that is no sheet, with the key that is wrong."""
     try:
-        return parse_sheet(path.read_text(encoding="utf-8"), str(path))
+        return parse_sheet(read_file(path).decode(), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             "hardware", str(path), f"cannot be read ({error})", "name a sheet"

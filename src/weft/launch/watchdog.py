@@ -11,7 +11,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from types import FrameType
@@ -27,6 +27,8 @@ LISTEN_S = 3.0  # for what the others say
 # RARE_S for what has not been timed, as the first steps and a checkpoint.
 TIMES, LEAST_S, RARE_S = 20, 60.0, 600.0
 STEPS, FIRST = 50, 3
+STARTS = 10  # before the first step, so many times the limit that is set
+PREFIX, ASKED = "weft/hang", "asked"  # keys in the store
 _OPERATIONS = re.compile(
     r"all_reduce|all_gather\w*|reduce_scatter\w*|all_to_all\w*|broadcast\w*|barrier|gather_object|scatter\w*|"
     r"isend|irecv|send|recv|batch_isend_irecv"
@@ -35,11 +37,17 @@ _OPERATIONS = re.compile(
 
 class Watchdog:
     """Of one rank. When it has not been told of progress for `limit_s` seconds it tells the others
-    where it is, hears where they are, says so, and ends this process; 0: it watches nothing; None:
-    a limit that follows from the steps so far. A context, around the steps."""
+    where it is, hears where they are, says so, and ends this process. A context, around the steps,
+    or around what comes before them.
 
-    def __init__(self, limit_s: float | None):
-        self._set_s, self._rare = limit_s, False
+    Args:
+        limit_s: 0: it watches nothing; None: a limit that follows from the steps so far.
+        world: (store, rank, number of ranks); default: those of the default process group.
+    """
+
+    def __init__(self, limit_s: float | None, world: tuple[dist.Store, int, int] | None = None):
+        self._set_s, self._rare, self._starts, self._alone = limit_s, False, False, False
+        self._world = world
         self._at, self._since = "the start", time.monotonic()
         self._took: deque[float] = deque(maxlen=STEPS)
         self._watched, self._done = threading.get_ident(), threading.Event()
@@ -60,18 +68,39 @@ class Watchdog:
         finally:
             self._since, self._rare = time.monotonic(), False
 
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """In this context ranks do together what comes before the first step."""
+        self._starts = True
+        try:
+            yield
+        finally:
+            self._since, self._starts = time.monotonic(), False
+
+    @contextmanager
+    def alone(self, doing: str) -> Iterator[None]:
+        """In this context this rank works by itself, as long as it takes; if others have waited for
+        it too long, it says where it is, and ends."""
+        self._at, self._alone = f"it began {doing}", True
+        try:
+            yield
+        finally:
+            self._at, self._since, self._alone = doing, time.monotonic(), False
+
     @property
     def limit_s(self) -> float:
         """Seconds without progress that are a hang, now."""
         if self._set_s is not None:
-            return self._set_s
+            return self._set_s * (STARTS if self._starts else 1)
         if self._rare or len(self._took) < FIRST:
             return RARE_S
         return max(LEAST_S, TIMES * max(self._took))
 
     def __enter__(self) -> Self:
         self._since = time.monotonic()
-        if self._set_s != 0 and dist.is_initialized() and dist.get_world_size() > 1:
+        if self._world is None and dist.is_initialized():
+            self._world = default_store(), dist.get_rank(), dist.get_world_size()
+        if self._set_s != 0 and self._world is not None and self._world[2] > 1:
             self._thread.start()
         return self
 
@@ -79,14 +108,18 @@ class Watchdog:
         self._done.set()
 
     def _watch(self) -> None:
+        assert self._world is not None
+        shared, rank, world = self._world
         while not self._done.wait(min(1.0, self.limit_s / 4)):
             limit_s = self.limit_s
-            if time.monotonic() - self._since > limit_s:
+            if self._alone:
+                with suppress(RuntimeError):  # whoever keeps the store has gone
+                    if shared.check([f"{PREFIX}/{ASKED}"]):
+                        break
+            elif time.monotonic() - self._since > limit_s:
                 break
         else:
             return
-        rank, world = dist.get_rank(), dist.get_world_size()
-        store = dist.PrefixStore("weft/hang", default_store())
         heard = {rank: RankLocation.of(self._at, sys._current_frames()[self._watched])}
         listen_s = LISTEN_S + min(limit_s, LEAST_S) / 4
 
@@ -104,6 +137,9 @@ class Watchdog:
         alarm = threading.Timer(2 * listen_s, end)  # the store itself may be what does not answer
         alarm.daemon = True
         alarm.start()
+        # a connection of its own: on the other this process may be what waits
+        store = dist.PrefixStore(PREFIX, shared.clone())
+        store.set(ASKED, "")
         store.set(str(rank), heard[rank].json())
         for other in range(world):
             key = str(other)
