@@ -21,6 +21,7 @@ from tests.verification.nets import NETS, FrozenBackbone, Lazy, MadeLater, featu
 from tests.verification.nets_advised import of_family
 from tests.verification.nets_of_families import FAMILIES
 from tests.verification.nets_of_papers import PAPERS
+from tests.verification.nets_of_repositories import REPOSITORIES
 from tests.verification.nets_with_quirks import QUIRKS
 from weft.core.errors import Refusal
 from weft.losses import cross_entropy, next_token, positionwise
@@ -417,3 +418,10 @@ def test_no_roles_are_advised_where_the_forward_shows_none(net: type[nn.Module])
         subject.case().lay(subject.build(), "tp2")
     with pytest.raises(Refusal, match="declare a column and the row"):  # there might be some
         weft.plan(subject.build(), "tp2", batch=8, loss=mse)
+
+
+@pytest.mark.parametrize("name", ["gat", "s4d"])
+def test_no_roles_are_advised_past_indices_and_spectra(name: str) -> None:
+    subject = REPOSITORIES[name]
+    with pytest.raises(Refusal, match=r"in this model: along .* do not stay apart .* or fsdp\.$"):
+        subject.case().lay(subject.build(), "tp2")
