@@ -928,6 +928,25 @@ def writes_into_a_view(m: Any, x: Tensor) -> Tensor:
     return m.b(table).sum(1)
 
 
+def adds_into_a_part(m: Any, x: Tensor) -> Tensor:
+    table = torch.zeros(len(x), 2, 8, dtype=x.dtype)
+    part = table[:, 0]
+    part += m.a(x)
+    table += m.b(x * 2).unsqueeze(1)
+    return (table * part.unsqueeze(1)).sum(1)
+
+
+def writes_into_its_input(m: Any, x: Tensor) -> Tensor:
+    x[:, 0] = m.a(x)[:, 1]
+    return m.b(x)
+
+
+def writes_into_a_part_of_memory(m: Any, x: Tensor) -> Tensor:
+    table = torch.zeros(len(x), 2, 8, dtype=x.dtype)[:1].data
+    table[:, 0] = m.a(x).sum(0)
+    return m.b(table).sum(1)
+
+
 def written_before_the_cut(m: Any, x: Tensor) -> Tensor:
     table = torch.zeros(len(x), 2, 8, dtype=x.dtype)
     table[:, 0].copy_(m.a(x))
@@ -1025,12 +1044,12 @@ REFUSED: list[tuple[Callable, list[str], str]] = [
     (reads_weight, ["a"], r"reads .* into Python: `h = m.a\(x \* float\(m.pos\[0\]\)\)`"),
     (numpy_trip, ["b"], r"into Python: `h = torch.from_numpy\(np.tanh"),
     (drops_a_layer, ["b"], r"into Python: `if torch.rand\(\[\]\) > 2.0:`"),
+    (writes_into_a_part_of_memory, ["b"], r"made by code without weights.*changed in place"),
     (
-        writes_into_a_constant,
+        writes_into_its_input,
         ["b"],
-        r"made by code without weights.*changed in place.*`table\[:, 0\] = m.a\(x\)`",
+        r"made by code without weights.*changed in place.*`x\[:, 0\] = m.a\(x\)\[:, 1\]`",
     ),
-    (writes_into_a_view, ["b"], r"made by code without weights.*changed in place"),
     (
         shares_memory,
         ["b"],
@@ -1113,6 +1132,9 @@ def test_what_a_module_keeps_is_read_in_any_stage(forward: Callable) -> None:
 def test_the_same_forwards_can_be_cut_elsewhere() -> None:
     x = {"x": torch.randn(3, 8)}
     hold(Written(writes_into_a_constant), ["b.linear"], x)
+    hold(Written(writes_into_a_constant), ["b"], x)
+    hold(Written(writes_into_a_view), ["b"], x)
+    hold(Written(adds_into_a_part), ["b"], x)
     hold(Written(written_before_the_cut), ["b"], x)
     hold(Written(own_function), ["b.linear"], x)
 

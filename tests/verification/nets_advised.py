@@ -325,17 +325,17 @@ def family(name: str, task: str = "causal-lm") -> nn.Module:
     return build_alone(Family(name, task), small_config(Family(name, task)))
 
 
-def samples_of(task: str) -> dict[str, Tensor]:
-    from families import samples
+def samples_of(name: str, task: str = "causal-lm") -> dict[str, Tensor]:
+    from families import DATA, Family, samples
 
-    held = samples(task)
+    held = samples(task, **DATA.get(Family(name, task).name, {}))
     rows = [held[i] for i in torch.randint(0, len(held), (8,)).tolist()]
     return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 
 
 def of_family(name: str, task: str = "causal-lm") -> Subject:
     loss = classification if "classification" in task else next_token
-    return Subject(partial(family, name, task), partial(samples_of, task), loss)
+    return Subject(partial(family, name, task), partial(samples_of, name, task), loss)
 
 
 def without_cache(name: str) -> nn.Module:
@@ -346,8 +346,19 @@ def without_cache(name: str) -> nn.Module:
     return model
 
 
+def without_dropout(task: str) -> nn.Module:
+    """Switch Transformers, with a dropout of 0 in its configuration."""
+    pytest.importorskip("transformers")
+    from families import Family, build_alone, small_config
+
+    one = Family("switch_transformers", task)
+    config = small_config(one)
+    config.dropout_rate = 0.0
+    return build_alone(one, config)
+
+
 def big_bird() -> nn.Module:
-    return ran_once(partial(family, "big_bird"), partial(samples_of, "causal-lm"))
+    return ran_once(partial(family, "big_bird"), partial(samples_of, "big_bird"))
 
 
 def ibert() -> nn.Module:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from tests.cases import BATCH, LENGTH, VOCAB, Subject, tokens
-from weft.nn.losses import next_token
+from weft.nn.losses import classification, next_token
 
 
 class Top2Gate(nn.Module):
@@ -153,6 +153,111 @@ class SkipsToTheEnd(nn.Module):
         return self.final_conv(self.final_block(torch.cat((x, first), 1)))
 
 
+class NBeatsBlock(nn.Module):
+    def __init__(self, length, ahead, units=16):
+        super().__init__()
+        self.fc = nn.ModuleList([nn.Linear(length, units), nn.Linear(units, units)])
+        self.back, self.fore = nn.Linear(units, length), nn.Linear(units, ahead)
+
+    def forward(self, x):
+        for layer in self.fc:
+            x = F.relu(layer(x))
+        return self.back(x), self.fore(x)
+
+
+class NBeats(nn.Module):
+    """Blocks add their forecasts to a tensor of zeros, in place, one of them to a part of it."""
+
+    def __init__(self, length=12, ahead=4):
+        super().__init__()
+        self.blocks = nn.ModuleList(NBeatsBlock(length, ahead) for _ in range(4))
+        self.ahead, self.norm = ahead, nn.Parameter(torch.ones(1))
+
+    def forward(self, history):
+        x, forecast = history * self.norm, history.new_zeros(len(history), self.ahead)
+        near = forecast[:, :2]
+        for i, block in enumerate(self.blocks):
+            back, ahead = block(x)
+            x = x - back
+            if i == 0:
+                near += ahead[:, :2]
+            else:
+                forecast += ahead
+        return torch.cat((forecast, near), 1)
+
+
+class GATLayer(nn.Module):
+    def __init__(self, ins, outs, heads, concat=True):
+        super().__init__()
+        self.heads, self.outs, self.concat = heads, outs, concat
+        self.proj = nn.Linear(ins, heads * outs, bias=False)
+        self.skip = nn.Linear(ins, heads * outs, bias=False)
+        self.sends, self.takes = (nn.Parameter(torch.randn(heads, outs)) for _ in "12")
+
+    def forward(self, data):
+        x, (src, trg) = data
+        h = self.proj(x).view(-1, self.heads, self.outs)
+        s, t = (h * self.sends).sum(-1), (h * self.takes).sum(-1)
+        scores = F.leaky_relu(s.index_select(0, src) + t.index_select(0, trg), 0.2).exp()
+        total = torch.zeros_like(s).index_add_(0, trg, scores)
+        sent = h.index_select(0, src) * (scores / total.index_select(0, trg)).unsqueeze(-1)
+        places = trg[:, None, None].expand_as(sent)
+        out = torch.zeros_like(h).scatter_add_(0, places, sent) + self.skip(x).view_as(h)
+        return F.elu(out.flatten(1) if self.concat else out.mean(1)), data[1]
+
+
+class GAT(nn.Module):
+    """Graph attention by a list of edges; what a layer makes enters two linears of the next."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(GATLayer(6, 8, 4), GATLayer(32, 8, 2, concat=False))
+        self.readout = nn.Linear(8, 5)
+
+    def forward(self, nodes, edges):
+        b, n, _ = nodes.shape
+        edges = (edges + torch.arange(b, device=nodes.device)[:, None, None] * n).permute(1, 0, 2)
+        x, _ = self.net((nodes.flatten(0, 1), edges.reshape(2, -1)))
+        return self.readout(x.view(b, n, -1).mean(1))
+
+
+class S4D(nn.Module):
+    """A diagonal state space, whose kernel is a convolution in frequency space."""
+
+    def __init__(self, h, n=2):
+        super().__init__()
+        self.log_dt, self.a_log = nn.Parameter(torch.rand(h) - 4), nn.Parameter(torch.zeros(h, n))
+        self.c, self.skip = nn.Parameter(torch.randn(h, n, 2)), nn.Parameter(torch.randn(h))
+        self.mix = nn.Sequential(nn.Conv1d(h, 2 * h, 1), nn.GLU(dim=-2))
+
+    def forward(self, u):
+        length, a = u.size(-1), -self.a_log.exp() * self.log_dt.exp().unsqueeze(-1)
+        powers = torch.exp(a.unsqueeze(-1) * torch.arange(length, device=a.device))
+        kernel = torch.einsum("hn,hnl->hl", torch.view_as_complex(self.c), powers + 0j).real
+        made = torch.fft.rfft(u, n=2 * length) * torch.fft.rfft(kernel, n=2 * length)
+        y = torch.fft.irfft(made, n=2 * length)[..., :length] + u * self.skip.unsqueeze(-1)
+        return self.mix(F.gelu(y))
+
+
+class S4Model(nn.Module):
+    def __init__(self, d=8):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(6, d), nn.Linear(d, 5)
+        self.layers, self.norms = (
+            nn.ModuleList(make(d) for _ in "12") for make in (S4D, nn.LayerNorm)
+        )
+
+    def forward(self, x):
+        x = self.encoder(x).mT
+        for layer, norm in zip(self.layers, self.norms):
+            x = norm((layer(x) + x).mT).mT
+        return self.decoder(x.mT.mean(1))
+
+
+def mse(out, batch):
+    return F.mse_loss(out, batch["target"], reduction="sum"), torch.tensor(out.numel())
+
+
 def squares(out, batch):
     return F.mse_loss(out, batch["image"].to(out.dtype), reduction="sum"), torch.tensor(out.numel())
 
@@ -161,12 +266,28 @@ def waves():
     return {"real": torch.randn(BATCH, 1, 32), "made": torch.randn(BATCH, 1, 32)}
 
 
+def histories():
+    return {"history": torch.randn(BATCH, 12), "target": torch.randn(BATCH, 6)}
+
+
+def graphs():
+    edges = torch.cat((torch.arange(5).expand(BATCH, 2, -1), torch.randint(5, (BATCH, 2, 9))), -1)
+    return {"nodes": torch.randn(BATCH, 5, 6), "edges": edges, "labels": torch.arange(BATCH) % 5}
+
+
+def series():
+    return {"x": torch.randn(BATCH, 12, 6), "labels": torch.arange(BATCH) % 5}
+
+
 def pictures():
     return {"image": torch.randn(BATCH, 3, 8, 8)}
 
 
 REPOSITORIES = {
     "gshard": Subject(GShard, tokens, balanced),
+    "n-beats": Subject(NBeats, histories, mse),
+    "gat": Subject(GAT, graphs, classification),
+    "s4d": Subject(S4Model, series, classification),
     "multi-period": Subject(MultiPeriod, waves, hinge),
     "skips-to-the-end": Subject(SkipsToTheEnd, pictures, squares),
 }

@@ -151,6 +151,57 @@ class Convolved(nn.Module):
         return self.b(F.silu(self.along(self.a(x).mT)[..., : x.shape[1]]).mT)
 
 
+class Spectral(nn.Module):
+    """Hidden features are filtered along the sequence, each by a kernel of its own (Hyena, S4)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+        self.kernel = nn.Parameter(torch.randn(2 * DIM, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = 2 * x.shape[1]
+        seen, kernel = (torch.fft.rfft(t, n=length) for t in (self.a(x).mT, self.kernel))
+        return self.b(torch.fft.irfft(seen * kernel, n=length)[..., : x.shape[1]].mT)
+
+
+class AlongEdges(nn.Module):
+    """Each head weighs the neighbours of a node by an edge list (graph attention)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(DIM, HEADS * SIZE), nn.Linear(HEADS * SIZE, DIM)
+        self.score = nn.Parameter(torch.randn(HEADS, SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        nodes = apart(self.a(x)).flatten(0, 1)
+        source = torch.arange(len(nodes)).repeat_interleave(2)
+        target = source - source % x.shape[1]
+        scores = (nodes * self.score).sum(-1)
+        scores = (scores.index_select(0, source) + scores[target]).exp()
+        total = torch.zeros_like(scores[: len(nodes)]).index_add_(0, target, scores)
+        sent = nodes[source] * (scores / total[target].clamp_min(1e-9)).unsqueeze(-1)
+        places = target[:, None, None].expand_as(sent)
+        got = torch.zeros_like(nodes).scatter_add(0, places, sent) + nodes.gather(0, places)[::2]
+        return self.b(got.flatten(1).unflatten(0, x.shape[:2]))
+
+
+class LooksUpHeads(AlongEdges):
+    """Heads are looked up by their numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = apart(self.a(x)).index_select(-2, torch.arange(HEADS).flip(0))
+        return self.b((heads * self.score).flatten(-2))
+
+
+class MixesChannels(Convolved):
+    """A convolution of each eight features between two linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.along = nn.Conv1d(2 * DIM, 2 * DIM, 3, groups=4, padding=2)
+
+
 class SharedGate(nn.Module):
     """Heads share what a linear makes of the input beside them."""
 
@@ -399,6 +450,12 @@ TO_TRACE = {
     "convolved": Expected(
         Convolved, ("a.weight", "a.bias", "b.weight", "along.weight", "along.bias")
     ),
+    "mixes-channels": Expected(
+        MixesChannels, ("a.weight", "a.bias", "b.weight", "along.weight", "along.bias")
+    ),
+    "spectral": Expected(Spectral, ("kernel", "a.weight", "a.bias", "b.weight")),
+    "along-edges": Expected(AlongEdges, ("score", "a.weight", "a.bias", "b.weight")),
+    "looks-up-heads": Expected(LooksUpHeads),
     "shared-gate": Expected(SharedGate, ("a.weight", "a.bias", "b.weight")),
     "written-beside": Expected(WrittenBeside),
     "normed-heads": Expected(NormedHeads, (*LINEARS, "e.weight", "f.weight", "g.weight")),

@@ -41,6 +41,8 @@ NOTHING_TO_CUT = (
     "hypernet",
     "multi-period",
     "skips-to-the-end",
+    "gat",
+    "s4d",
 )
 REFUSED: dict[tuple[str, str], str] = {
     **{(name, at): "finds no attention" for name in NOTHING_TO_CUT for at in TP},
@@ -80,7 +82,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ("transformer-xl", "pp2"): "the model 0 modules that are called once",
     ("swish", "pp2"): "made by something that is no PyTorch function",
     **{("scripted", at): "is compiled by torch.jit: it takes no hooks" for at in LAYOUTS},
-    ("real-nvp", "pp2"): "made by code without weights, which every stage runs, and then changed",
     **{("takes-dict", at): "is called with batch, and a sample holds x, target" for at in LAYOUTS},
 }
 

@@ -182,6 +182,12 @@ def storage_id(tensor: Tensor) -> int:
         return -id(tensor)  # no other tensor shares it
 
 
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """The tensor of which this one is a view; itself, if it is none. Torch has no public name for
+    it."""
+    return tensor if tensor._base is None else tensor._base
+
+
 def version_of(tensor: Tensor) -> int:
     """How often operations have changed a tensor in place, or one that shares its memory as a view.
     Autograd compares it; torch has no public name for it."""

@@ -50,6 +50,8 @@ class PathNode:
     `output`: what it returns, with TensorRef, InputRef and ParamRef in place of tensors. For each
     of these, `names` has a name for error messages and `differentiable` says whether it takes a
     gradient; `made` has the indices of the new ones. `changed`: arguments that it changes in place.
+    `filled`: tensors that every stage makes and that it is the first to change, with the arguments
+    that they, or views of them, are.
     `numbers`: whether it returns int or float, which may depend on shapes. `draws`: how often
     it draws random numbers outside of blocks. `blocks`: those that it calls, in order.
     """
@@ -63,6 +65,7 @@ class PathNode:
     differentiable: tuple[bool, ...]
     made: tuple[int, ...]
     changed: tuple[InputRef, ...]
+    filled: tuple[tuple[int, InputRef], ...]
     numbers: bool
     draws: int
     blocks: tuple[str, ...]

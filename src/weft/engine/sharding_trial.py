@@ -225,7 +225,8 @@ def does_not_run(
         fix = "use dp or fsdp"
     else:
         problem = f"{where} does not run on a part of the positions: {line}"
-        fix = f"leave {' and '.join(shared)} out of the layout"
+        whole = line_of_whole_sequences(model, plan, module)
+        fix = f"use dp or fsdp{f', or write {whole} under [roles]' if whole else ''}"
     return UnsupportedModel("layout", str(plan.layout), problem, fix)
 
 

@@ -39,10 +39,10 @@ def lines_that_leave_whole(plan: Plan, module: str) -> str:
 
 def line_of_whole_sequences(model: nn.Module, plan: Plan, module: str) -> str:
     """A line such as `"layers.*.mixer" = "whole_sequence"` for the innermost module around this one
-    that is not torch's own; empty outside of the blocks, and where it is written."""
+    that is not torch's own; empty where it holds the blocks, and where it is written."""
     while module and type(model.get_submodule(module)).__module__.startswith("torch.nn"):
         module = module.rpartition(".")[0]
     whole = computes_whole_sequences(plan.steps, module)
-    if whole or not any(is_inside(module, block) for block in plan.blocks):
+    if whole or not module or any(is_inside(block, module) for block in plan.blocks):
         return ""
     return f'"{glob_of_blocks(plan.blocks, module)}" = "whole_sequence"'

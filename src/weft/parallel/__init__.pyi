@@ -23,6 +23,7 @@ from .collectives import (
     reduce_scatter as reduce_scatter,
     split_dim as split_dim,
 )
+from .comm_queries import dim_of_positions as dim_of_positions
 from .direct_forward import (
     call_forwards_with_hooks as call_forwards_with_hooks,
     own_forward as own_forward,

@@ -142,6 +142,7 @@ class _StageSplitter:
             differentiable,
             made,
             event.changed,
+            tuple(event.filled.items()),
             bool(numbers_in(event.output)),
             draws,
             tuple(
@@ -217,7 +218,7 @@ class _StageSplitter:
             )
         if self.path.first_stage(number) >= stage or number in needed[stage]:
             return
-        if t.home or born is None:
+        if (t.home and not self._is_local(number)) or born is None:
             why = t.home or WRITTEN_BY_EVERY_STAGE
             at = self.path.writers.get(number, [t.birth])[0]
             where = self.graph.events[at]
@@ -235,6 +236,12 @@ class _StageSplitter:
                 "put that function into a module and cut outside of it",
             )
         needed[stage].add(number)
+
+    def _is_local(self, number: int) -> bool:
+        """Whether every stage makes a tensor and sees it changed first: it can write into it what
+        came."""
+        t = self.graph.tensors[number]
+        return t.local and t.birth in self.path.nodes
 
     def _copied_values(self, needed: list[set[int]]) -> frozenset[tuple[int, int]]:
         copied = set()

@@ -135,7 +135,8 @@ def record_activations(
         trace.shapes.setdefault(name, []).append((shape, tuple(out.shape)))
         given = tree_leaves((args, kwargs), Tensor)
         for x in given:
-            found = SequenceInput(name, tuple(x.shape), x.itemsize, x.requires_grad)
+            needed = x.requires_grad and out.requires_grad
+            found = SequenceInput(name, tuple(x.shape), x.itemsize, needed)
             trace.entered.setdefault(name, []).append(found)
         if name in experts:
             tokens, index, weights = routing_arguments(experts[name].names, args, kwargs)

@@ -44,6 +44,7 @@ from weft.parallel import (
     RoutingCall,
     SequenceInput,
     collective_totals,
+    dim_of_positions,
     predict_collectives,
     whole_batch_comms,
 )
@@ -300,7 +301,7 @@ def _sequence_inputs(
     for name, module in engine.model.named_modules():
         entered = trace.entered.get(name, []) if module in whole else []
         for each in entered[: len(entered) // engine.plan.accumulate]:
-            if len(each.shape) == 3 and each.shape[1] == here:
+            if dim_of_positions(each.shape, here) is not None:
                 yield each
 
 

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from weft._torch.trees import tree_leaves, tree_map
 from weft.core import Plan, UnsupportedModel
 from weft.nn import named_inputs
+from weft.parallel import dim_of_positions
 
+from ..whole_role import line_of_whole_sequences
 from .sequence import ContextParallel, WholeSequence, whole_mask
 
 
@@ -26,7 +28,8 @@ def run_on_whole_sequences(model: nn.Module, plan: Plan, sequence: ContextParall
     names = [step.module for step in plan.steps if step.whole_sequence] if sequence else []
     modules = {model.get_submodule(name): name for name in reversed(names)}
     for module, name in modules.items():
-        around = _AroundForward(name, "attention_mask" in named_inputs(module), sequence)
+        outer = line_of_whole_sequences(model, plan, name.rpartition(".")[0])
+        around = _AroundForward(name, "attention_mask" in named_inputs(module), outer, sequence)
         module.forward = _whole_sequence_forward(around, module.forward)  # type: ignore[method-assign]
 
 
@@ -40,8 +43,10 @@ def _whole_sequence_forward(around: _AroundForward, forward: Callable[..., Any])
 
 
 class _AroundForward:
-    def __init__(self, name: str, masked: bool, sequence: ContextParallel):
-        self._name, self._masked, self._sequence = name, masked, sequence
+    """`outer`: the line of [roles] that makes the module around it compute so."""
+
+    def __init__(self, name: str, masked: bool, outer: str, sequence: ContextParallel):
+        self._name, self._masked, self._sequence, self._outer = name, masked, sequence, outer
 
     @torch.compiler.disable
     def enter(self, args: tuple, kwargs: dict) -> tuple[WholeSequence, tuple, dict]:
@@ -68,13 +73,14 @@ class _AroundForward:
 
     def _check(self, entering: list[Tensor], outside: WholeSequence) -> None:
         here = outside.length // self._sequence.size
-        if not any(x.ndim == 3 and x.shape[1] == here for x in entering):
-            raise self._error(
-                "and no tensor [samples, positions, features] enters it",
-                "lay its input batch first, or use dp or fsdp",
-            )
-        for x in entering:
-            if x.ndim == 2 and x.shape[1] == here and self._whole_entry(x) is None:
+        pairs = [x for x in entering if x.ndim == 2 and x.shape[1] == here]
+        if not pairs and not any(x.ndim == 3 and x.shape[1] == here for x in entering):
+            fix = "lay its input batch first, or use dp or fsdp"
+            if self._outer:
+                fix = f"write {self._outer} under [roles], or use dp or fsdp"
+            raise self._error("and no tensor [samples, positions, features] enters it", fix)
+        for x in pairs:
+            if self._whole_entry(x) is None:
                 raise self._error(
                     f"and what enters as {list(x.shape)} may be of positions or not",
                     "if it is not, give the model another length of sequence; else use dp or fsdp",
@@ -100,11 +106,13 @@ class _AroundForward:
         return next((e for e in now.wholes if torch.equal(e[:, mine], x)), None)
 
     def _gathered(self, x: Any, length: int) -> Any:
-        """All positions, in their order, of what has this rank's in dim 1."""
+        """All positions, in their order, of what has this rank's."""
         if not isinstance(x, Tensor):
             return x
         if x.is_meta and hasattr(x, "weft_pattern"):  # else the model has computed with it
             return whole_mask(x, torch.arange(length), length)
-        if x.ndim not in (2, 3) or x.shape[1] * self._sequence.size != length:
-            return x
-        return self._whole_entry(x) if x.ndim == 2 else self._sequence.gathered(x, 1)
+        here = length // self._sequence.size
+        if x.ndim == 2 and x.shape[1] == here:
+            return self._whole_entry(x)
+        dim = dim_of_positions(x.shape, here)
+        return x if dim is None else self._sequence.gathered(x, dim)

@@ -26,7 +26,7 @@ from weft._torch.modules import (
     run_forward_hooks,
     wrap_hooks,
 )
-from weft._torch.tensors import storage_id
+from weft._torch.tensors import storage_id, whole_tensor
 from weft.core import (
     DtypeRule,
     InputRef,
@@ -302,6 +302,7 @@ class _StageExecution(TorchFunctionMode):
             self._taint(found[place])
         for place, number in self.program.sent[self.position]:
             self.sent[number] = found[place]
+        self._fill(item, args, kwargs, {})
         self._note_changed(item, args, kwargs)
         self.position += 1
         return out
@@ -309,6 +310,7 @@ class _StageExecution(TorchFunctionMode):
     def _skip(self, item: PathNode, work: str | Callable, args: tuple, kwargs: dict) -> Any:
         if item.draws or item.blocks:
             self.owner.skipped(item.draws, item.blocks)
+        self._fill(item, args, kwargs, self.program.incoming)
         self._note_changed(item, args, kwargs)
         self.position += 1
         skipped = SkippedWork(self.owner.shapes, work, args, kwargs)
@@ -347,6 +349,16 @@ class _StageExecution(TorchFunctionMode):
                 self.sent[number] = t
         self.placed[number] = t
         return t
+
+    def _fill(self, item: PathNode, args: tuple, kwargs: dict, incoming: Mapping[int, int]) -> None:
+        """Write what came into the tensors that every stage makes and earlier ones changed."""
+        for number, at in item.filled:
+            t = whole_tensor(argument_at(at, args, kwargs))
+            if number in incoming:
+                with torch.enable_grad():
+                    t.copy_(self.received[incoming[number]])
+            if number in self.program.outgoing:
+                self.sent[number] = t
 
     def _state(self, leaf: ParamRef) -> Tensor:
         module, _, key = leaf.name.rpartition(".")

@@ -205,8 +205,8 @@ class ChainBuilder:
 
     def _attributes(self, scope: str) -> Iterator[dict[str, tuple[tuple[str, int], ...]]]:
         """Numbers of the modules inside that a rank may have a part of: none, all, all but some.
-        Sizes along which classes change, and those of linears, are such numbers."""
-        sizes = {len(places) for places in self.features.values()} | self._sizes()
+        Sizes along which classes change, those of linears, and of classes, are such numbers."""
+        sizes = {len(places) for places in self.features.values()} | self._sizes() | {self.count}
         found = []
         for name, module in self.model.get_submodule(scope).named_modules(prefix=scope):
             if name not in self.features:

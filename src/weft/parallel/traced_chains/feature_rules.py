@@ -76,8 +76,14 @@ _SUMS = frozenset(
         "logcumsumexp",
         "sort",
         "topk",
+        "_fft_r2c",
+        "_fft_c2r",
+        "_fft_c2c",
     ]
 )
+# Operators that pick elements, or add to them, at places that an index says.
+_PICKS = frozenset(["index", "index_select", "gather", "embedding"])
+_ADDS = frozenset(["index_add", "index_add_", "scatter_add", "scatter_add_"])
 _NORMS = frozenset(["native_layer_norm", "_fused_rms_norm", "rms_norm"])
 _PRODUCTS = frozenset(["mm", "bmm", "addmm", "baddbmm"])
 _MATRICES = frozenset(["linalg_solve_triangular", "triangular_solve", "_linalg_solve_ex"])
@@ -172,6 +178,10 @@ class FeatureRules:
             for other in (t for t in args[1:] if isinstance(t, Tensor)):
                 self._meet(other, labels)
             return [_shaped(labels, dims, t.shape) for t in made]
+        if name in _PICKS:
+            return self._picked(func, name, args, live)
+        if name in _ADDS:
+            return self._added(args, live, shape)
         if name in _MATRICES:
             both = []
             for t in args[:2]:
@@ -266,18 +276,55 @@ class FeatureRules:
     def _convolved(
         self, args: Any, live: Mapping[int, Tensor], shape: torch.Size
     ) -> list[Tensor] | None:
-        """Each channel by itself [b, channels, ...]."""
-        x, weight, bias = args[:3]
-        channels = x.shape[1]
-        if id(x) not in live or args[6] or args[8] != channels or shape[1] != channels:
+        """Each group of channels by itself [b, channels, ...]."""
+        (x, weight, bias), groups = args[:3], args[8]
+        if id(x) not in live:
             return None
-        labels = live[id(x)]
+        labels = live[id(x)].unflatten(1, (groups, -1))
         for dim in (0, *range(2, labels.ndim)):
             labels = self._classes.join_along(labels, dim)
-        self._meet(weight, labels.reshape(channels, *[1] * (weight.ndim - 1)))
+        labels = labels.reshape(groups)
+        each = labels.repeat_interleave(len(weight) // groups)
+        self._meet(weight, each.reshape(-1, *[1] * (weight.ndim - 1)))
+        labels = labels.repeat_interleave(shape[1] // groups)
         if bias is not None:
-            self._meet(bias, labels.reshape(channels))
-        return [self._classes.classes(labels).expand(shape)]
+            self._meet(bias, labels)
+        made = self._classes.classes(labels).reshape(-1, *[1] * (len(shape) - 2))
+        return [made.expand(shape)]
+
+    def _picked(
+        self, func: Any, name: str, args: Any, live: Mapping[int, Tensor]
+    ) -> list[Tensor] | None:
+        """What is picked may be any along the dims that are looked up in, which are one class."""
+        x, index = args[0], tree_leaves(args[1:], Tensor)
+        if id(x) not in live or any(each.dtype in (torch.bool, torch.uint8) for each in index):
+            return None
+        dims = [args[1] % x.ndim] if isinstance(args[1], int) else [0]
+        if name == "index":
+            dims = [dim for dim, each in enumerate(args[1]) if each is not None]
+        labels = live[id(x)]
+        for dim in dims:
+            labels = self._classes.join_along(labels, dim)
+        labels = labels.expand(x.shape)
+        first = tree_map(
+            lambda t: torch.zeros(t.shape, dtype=t.dtype) if isinstance(t, Tensor) else t, args[1:]
+        )
+        return [func(labels, *first)]
+
+    def _added(
+        self, args: Any, live: Mapping[int, Tensor], shape: torch.Size
+    ) -> list[Tensor] | None:
+        """What is added may be added to any along the dim, which is one class."""
+        to, dim, _, added = args[:4]
+        beside = [d for d in range(to.ndim) if d != dim % max(1, to.ndim)]
+        if not isinstance(added, Tensor) or any(to.shape[d] != added.shape[d] for d in beside):
+            return None
+        operands = []
+        for t in (to, added):
+            known = live.get(id(t))
+            joined = None if known is None else self._classes.join_along(known, dim)
+            operands.append((t, joined))
+        return [self._combined(operands, shape)]
 
 
 def moved_places(
@@ -295,6 +342,17 @@ def moved_places(
         return places
     if name in ("view", "_unsafe_view"):
         return places.reshape(args[1])
+    if name == "constant_pad_nd":  # what it fills with counts as what is beside it
+        for back, (left, right) in enumerate(zip(args[1][::2], args[1][1::2], strict=True), 1):
+            count = places.shape[-back]
+            at = torch.arange(-left, count + right).clamp(0, count - 1)
+            places = places.index_select(-back, at)
+        return places
+    if name in _SUMS:  # of those that it combines, the first
+        dims = _dims(func, name, args, kwargs)
+        for dim in dims:
+            places = places.narrow(dim, 0, 1)
+        return _shaped(places, dims, out.shape)
     if name in MOVES:
         moved = func(*tree_map(lambda each: places if each is t else each, args), **kwargs)
         return moved if isinstance(moved, Tensor) else None

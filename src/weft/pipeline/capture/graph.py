@@ -45,6 +45,7 @@ class GraphNode:
         default_factory=set
     )  # tensors that it returns inside objects of other classes
     changed: tuple[InputRef, ...] = ()
+    filled: dict[int, InputRef] = field(default_factory=dict)  # local tensors that it changes first
     draws: int = 0
     flops: float = 0.0
 
@@ -61,7 +62,8 @@ class GraphNode:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor. `home`: why a later stage could not replace it; empty if it can."""
+    """A tensor. `home`: why a later stage could not replace it; empty if it can. `local`: it has
+    memory of its own, which every stage makes: a later stage can write into it what came."""
 
     name: str
     birth: int
@@ -70,6 +72,7 @@ class TensorInfo:
     differentiable: bool
     storage: int
     home: str = ""
+    local: bool = False
 
 
 @dataclass(frozen=True)

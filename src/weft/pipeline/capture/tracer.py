@@ -29,6 +29,7 @@ from weft._torch.tensors import (
     make_fake,
     quiet_fake_tensors,
     storage_id,
+    whole_tensor,
     without_function_modes,
 )
 from weft.core import InputRef, NeedsData, OpaqueRef, ParamRef, TensorRef, UnsupportedModel
@@ -194,6 +195,7 @@ class _ForwardTracer(TorchFunctionMode):
         self.dirty: dict[
             int, int
         ] = {}  # storage of an untracked tensor that was written to -> the number it got
+        self.given: set[int] = set()  # storages of what the model is called with
         self.open: list[int] = []
         self.began: list[int] = []  # how many tensors there were when these calls began
         self.changed: set[str] = set()
@@ -202,6 +204,7 @@ class _ForwardTracer(TorchFunctionMode):
 
     def run(self, inputs: Mapping[str, Any]) -> Any:
         """What the model returns."""
+        self.given = {storage_id(t) for t in tensors_in(inputs)}
         handlers = [(module, self._handler(name, module)) for name, module in self.modules.items()]
         with intercept_calls(handlers), self.flops, self:
             output = self.model(**inputs)
@@ -295,9 +298,9 @@ class _ForwardTracer(TorchFunctionMode):
         event.draws = count_draws(func, args, kwargs)
         event.changed = tuple(at for at, t, version, _ in before if t._version != version)
         event.reshapes = any(t.shape != shape for _, t, _, shape in before)
-        for _, t, version, _ in before:
+        for at, t, version, _ in before:
             if t._version != version:
-                self._writes(event, t, index)
+                self._writes(event, at, t, index)
         if func in (
             F.batch_norm,
             F.instance_norm,
@@ -348,7 +351,7 @@ class _ForwardTracer(TorchFunctionMode):
         else:
             event.reads.add(self.numbers[id(t)])
 
-    def _writes(self, event: GraphNode, t: Tensor, index: int) -> None:
+    def _writes(self, event: GraphNode, at: InputRef, t: Tensor, index: int) -> None:
         name = self.state.get(id(t))
         if name is not None:
             self.changed.add(name)
@@ -360,7 +363,8 @@ class _ForwardTracer(TorchFunctionMode):
         if id(t) not in self.numbers:
             if home is not None:
                 return
-            self.dirty.setdefault(storage_id(t), self._number(t, index, WRITTEN_BY_EVERY_STAGE))
+            if storage_id(t) not in self.dirty:
+                self.dirty[storage_id(t)] = self._number_local(event, at, t, index)
         event.writes |= set(self.sharing[storage_id(t)])  # a view changes with its base
 
     def _statistics(self, func: Callable, args: tuple, kwargs: dict) -> None:
@@ -418,6 +422,17 @@ class _ForwardTracer(TorchFunctionMode):
         )
         self.sharing.setdefault(storage_id(t), []).append(number)
         self.alive.append(t)
+        return number
+
+    def _number_local(self, event: GraphNode, at: InputRef, t: Tensor, index: int) -> int:
+        """Number the tensor that every stage makes, of which `t` may be a view: it is written to
+        for the first time."""
+        base = whole_tensor(t)
+        own = base.untyped_storage().nbytes() == base.numel() * base.element_size()
+        number = self._number(base, index, WRITTEN_BY_EVERY_STAGE)
+        if own and storage_id(t) not in self.given:
+            event.filled[number] = at
+            self.tensors[number] = dataclasses.replace(self.tensors[number], local=True)
         return number
 
     def _describe(self, out: Any, index: int, args: tuple, kwargs: dict) -> Any:
