@@ -182,7 +182,7 @@ class AlongEdges(nn.Module):
         total = torch.zeros_like(scores[: len(nodes)]).index_add_(0, target, scores)
         sent = nodes[source] * (scores / total[target].clamp_min(1e-9)).unsqueeze(-1)
         places = target[:, None, None].expand_as(sent)
-        got = torch.zeros_like(nodes).scatter_add(0, places, sent) + nodes.gather(0, places)[::2]
+        got = torch.zeros_like(nodes).scatter_add(0, places, sent)
         return self.b(got.flatten(1).unflatten(0, x.shape[:2]))
 
 

@@ -440,7 +440,7 @@ ALIKE = {"dp": "dp2", "fsdp": "fsdp2", "tp": "tp2", "pp": "pp2"}
 # family -> why layouts that a refusal names are refused too: with advice of their own
 SECOND = {
     "reformer": "draw after the shape of an activation",
-    "ibert masked-lm": "change it outside of the forward",
+    "ibert masked-lm": "outside of the forward|give each use its own buffer",
     "switch_transformers seq2seq-lm": "put it outside of that module, or set it to 0",
 }
 
@@ -476,7 +476,8 @@ def test_the_table_keeps_what_its_refusals_say() -> None:
         if second is None:
             assert other["state"] == "equal", (family, layout, named)
         else:
-            assert other["state"] == "equal" or second in other["why"].lower(), (family, named)
+            follow = re.search(second, other["why"], re.IGNORECASE)
+            assert other["state"] == "equal" or follow, (family, named)
 
 
 DIVIDED = {  # families that were refused by mistake, or with advice that could not be followed

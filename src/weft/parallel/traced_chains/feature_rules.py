@@ -82,7 +82,7 @@ _SUMS = frozenset(
     ]
 )
 # Operators that pick elements, or add to them, at places that an index says.
-_PICKS = frozenset(["index", "index_select", "gather", "embedding"])
+_PICKS = frozenset(["index", "index_select", "embedding"])
 _ADDS = frozenset(["index_add", "index_add_", "scatter_add", "scatter_add_"])
 _NORMS = frozenset(["native_layer_norm", "_fused_rms_norm", "rms_norm"])
 _PRODUCTS = frozenset(["mm", "bmm", "addmm", "baddbmm"])
