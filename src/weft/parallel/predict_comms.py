@@ -468,7 +468,9 @@ def _of_all_tokens(plan: Plan, asked: GateQuery, microbatch: int) -> Iterator[Co
 
 def _recomputations(plan: Plan, module: str, microbatch: int) -> int:
     """How often the forward of a module runs again in backward."""
-    recomputed = any(module.startswith(block + ".") for block in plan.recomputed())
+    recomputed = any(
+        module == block or module.startswith(block + ".") for block in plan.recomputed()
+    )
     return plan.backwards(plan.stage_of(module), microbatch) if recomputed else 0
 
 

@@ -6,9 +6,11 @@ Of weft it takes what is data: the plan's microbatches and blocks, dropout masks
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,6 +84,9 @@ class PlainRun:
         norms = any(isinstance(m, _BatchNorm) for m in self.model.modules())
         self.in_microbatches = in_microbatches or norms
         self.loss_scale = 1.0  # of what backward begins with
+        self.calls = Counter[str]()  # of modules, since the step began
+        for name, module in self.model.named_modules():
+            module.register_forward_pre_hook(partial(self._count, name))
 
     @property
     def params(self) -> dict[str, nn.Parameter]:
@@ -104,6 +109,7 @@ class PlainRun:
             record: gets what modules compute. Raises NeedsMicrobatches.
         """
         self.optimizer.zero_grad()
+        self.calls.clear()
         self.masters.round()
         size, whole = self.plan.batch // self.pieces, is_whole_batch(self.case.loss)
         loss_sum, weight = (
@@ -181,6 +187,9 @@ class PlainRun:
             loss_sum, weight = loss_sum + float(part), weight + float(count)
         self.model.train()
         return loss_sum / weight
+
+    def _count(self, name: str, module: nn.Module, args: tuple) -> None:
+        self.calls[name] += 1
 
     def _functions(self, batch: Batch, trace: ActivationRecorder | None) -> PlainFunctions:
         seen, asked = (trace.attention, trace.ask) if trace is not None else (None, None)

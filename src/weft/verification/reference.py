@@ -8,6 +8,7 @@ masks. Laws hold what is drawn (`plain.draw_laws`, `plain.samples`).
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
@@ -35,6 +36,8 @@ class Reference:
         None  # whose delays it has: a cut by measured time would be another one the next time
     )
     losses: list[float] = field(default_factory=list)
+    # of modules in each step, of a plain run
+    calls: list[Counter[str]] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)  # of all gradients of a step together
     updated: dict[str, Tensor] = field(default_factory=dict)
@@ -87,6 +90,7 @@ def reference_steps(
         except NeedsMicrobatches:
             return (yield from reference_steps(case, steps, in_microbatches=True))
         found.losses.append(loss)
+        found.calls.append(run.calls.copy())
         found.gradients.append(
             {n: p.grad.clone() for n, p in run.params.items() if p.grad is not None}
         )
