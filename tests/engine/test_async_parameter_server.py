@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 import weft
 from tests.cases import laid, seeded
@@ -87,6 +89,37 @@ def stepped(
     }
     engine.gather(last=True)
     return found
+
+
+def copies_after_steps(made: AsyncServers, layout: str) -> dict[str, list[float]]:
+    """Sums of the weights that each rank has whole, after steps in which its pushes dawdle."""
+    of = subject("even decoder", made)
+    model = seeded(of.build)
+    plan = laid(of, model, layout)
+    engine = weft.Engine(model, plan, optimizer=SGD, loss=of.loss, device="cpu")
+    engine.connect()
+    worker, chance = engine.replicas.worker, random.Random(dist.get_rank())
+    push = worker.step
+
+    def late(grads: dict[str, Tensor], rates: dict[str, float]) -> None:
+        time.sleep(0.03 * chance.random())
+        push(grads, rates)
+
+    worker.step = late
+    for batch in batches(of, 6):
+        engine.step(engine.local(batch))
+    found = {n: p.detach().flatten().tolist() for n, p in engine.params.items() if "norm" in n}
+    engine.gather(last=True)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["dp2.tp2", "dp2.cp2"])
+def test_copies_within_a_replica_stay_equal(pool: Pool, layout: str) -> None:
+    found = pool.run(copies_after_steps, servers(None, 2), layout, world=4)
+    replicas = weft.Layout.parse(layout).replicas()
+    assert found[0]
+    for first, second in replicas:
+        assert found[first] == found[second]
 
 
 @pytest.mark.grid(2)

@@ -206,7 +206,7 @@ def _crossing(
     itemsize: int,
     called: CallSizes,
 ) -> Iterator[Collective]:
-    again = _recomputations(plan, step.module, microbatch)
+    again = _recomputations(plan, step.module, microbatch, step.by == "tensor")
     whole_inside = computes_whole_sequences(plan.steps, step.module.rpartition(".")[0])
     parts = 1 if whole_inside else plan.sequence_size
     for boundary, shape, entry in (
@@ -466,10 +466,12 @@ def _of_all_tokens(plan: Plan, asked: GateQuery, microbatch: int) -> Iterator[Co
         yield from (Collective("all_gather", axis, nbytes, when, asked.module) for when in times)
 
 
-def _recomputations(plan: Plan, module: str, microbatch: int) -> int:
-    """How often the forward of a module runs again in backward."""
+def _recomputations(plan: Plan, module: str, microbatch: int, linear: bool = False) -> int:
+    """How often the forward of a module runs again in backward. `linear`: it exchanges in its own
+    forward; other modules do so around it, and around a block that is recomputed."""
     recomputed = any(
-        module == block or module.startswith(block + ".") for block in plan.recomputed()
+        (linear and module == block) or module.startswith(block + ".")
+        for block in plan.recomputed()
     )
     return plan.backwards(plan.stage_of(module), microbatch) if recomputed else 0
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.core import AsyncServers, Plan, WeftError, bucket_owners
+from weft.core import COPY, STAGE_AXIS, AsyncServers, ConfigError, Plan, WeftError, bucket_owners
 
 from ..grad_buckets import local_tensor
 from ..optimizers import Optimizers
@@ -59,6 +59,35 @@ class AsyncServerReplicas(IndependentReplicas):
         self.worker = AsyncWorker(self._sync, self.membership, parts)
         serves = self.index < self._sync.servers and parts[self.index].params
         self._served = parts[self.index] if serves else None
+        self._copied = self._copies_by_axis(mine)
+
+    def _copies_by_axis(self, mine: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+        """This rank's weights by each axis of a replica along which others have copies. Raises
+        ConfigError for those that two stages hold."""
+        for name in mine:
+            if len(self._plan.holders(name)) > 1:
+                problem = (
+                    f"its servers would update {name}, which several stages hold, in two orders"
+                )
+                fix = 'use staleness = 0, name = "allreduce", or a cut that keeps its uses together'
+                raise ConfigError("sync.name", self._sync.name, problem, fix)
+        placed, found = self._plan.params(), dict[str, list[Tensor]]()
+        for axis in self._trained.mesh.layout.active_axes():
+            for name, weight in mine.items() if axis != STAGE_AXIS else ():
+                there = placed[name].get(axis)
+                if there is None or there.stored == COPY:
+                    found.setdefault(axis, []).append(weight)
+        return found
+
+    @torch.no_grad()
+    def _take_first_copies(self) -> None:
+        """Make copies of a weight equal again. The server of each rank applies gradients in an
+        order of its own, so the copies that a replica gets part."""
+        for axis, weights in self._copied.items():
+            for weight in weights:
+                whole = weight.contiguous()
+                dist.broadcast(whole, group=self._trained.mesh.group(axis), group_src=0)
+                weight.copy_(whole)
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -111,6 +140,7 @@ class AsyncServerReplicas(IndependentReplicas):
         if live:  # servers of its ranks may have counted differently
             dist.all_reduce(steps, dist.ReduceOp.MAX, group=trained.mesh.group(*live))
         trained.steps_done = int(steps)
+        self._take_first_copies()
 
     def _state_of(self, name: str) -> dict[str, Any]:
         return self._trained.optimizer.state.get(self._trained.held[name], {})
@@ -123,6 +153,7 @@ class AsyncServerReplicas(IndependentReplicas):
                 raise WeftError(
                     f"the parameter server of replica {self.index} failed:\n{self.server.broken}"
                 )
+        self._take_first_copies()
 
     def gather(self, last: bool) -> bool:
         """The leading replica gets all weights and optimizer state. With `last`, servers end."""
