@@ -390,10 +390,11 @@ def test_verify_says_whether_all_agree() -> None:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The layouts that `weft verify` is asked for; it runs none and says that one differs."""
     import weft.verification
+    from weft.verification import VerifyReport
 
     found: list[str] = []
 
-    class Failed:
+    class Failed(VerifyReport):
         passed = False
 
         def verdict(self) -> str:
@@ -401,7 +402,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def verify_layouts(run: object, layouts: list[str], *_: object) -> Failed:
         found.extend(layouts)
-        return Failed()
+        return Failed((), 1)
 
     monkeypatch.setattr(weft.verification, "verify_layouts", verify_layouts, raising=False)
     return found
