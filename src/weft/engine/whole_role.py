@@ -43,6 +43,7 @@ def line_of_whole_sequences(model: nn.Module, plan: Plan, module: str) -> str:
     while module and type(model.get_submodule(module)).__module__.startswith("torch.nn"):
         module = module.rpartition(".")[0]
     whole = computes_whole_sequences(plan.steps, module)
-    if whole or not module or any(is_inside(block, module) for block in plan.blocks):
+    holds = any(block != module and is_inside(block, module) for block in plan.blocks)
+    if whole or not module or holds:
         return ""
     return f'"{glob_of_blocks(plan.blocks, module)}" = "whole_sequence"'
