@@ -36,6 +36,7 @@ from .restarts import (
     run_with_restarts as run_with_restarts,
 )
 from .rpc import rpc_session as rpc_session
+from .scratch_folder import ScratchFolder as ScratchFolder
 from .signals import on_stop_signal as on_stop_signal
 from .slurm import slurm_script as slurm_script
 from .watchdog import (

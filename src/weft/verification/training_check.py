@@ -12,7 +12,6 @@ import io
 import json
 import random
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from weft.checkpoint import CHECKPOINTS, CheckpointReader, checkpoint_path, read_index
-from weft.core import RunConfig, WorkerDied
+from weft.core import ConfigError, RunConfig, WorkerDied
 from weft.engine import Float64Mode
-from weft.launch import run_workers
+from weft.launch import ScratchFolder, run_workers
 from weft.train import METRICS, build_lr_factor, check_run, on_own_layout, train
 
 from .case import Batch, Case, to_float64
@@ -109,26 +108,28 @@ def verify_training(
         validation: the whole batch of this number of a validation.
         layouts: the layouts.
         done: gets each result when it is there.
+
+    Raises:
+        ConfigError: A layout updates weights late, which is not how one device trains.
     """
+    for layout in layouts:
+        if check_run(on_own_layout(run, layout))[0].schedule.versions:
+            problem = f"compares with one device, and {layout} updates weights late"
+            raise ConfigError("--deep", True, problem, "leave --deep or this layout out")
     defined = define_training(run, case, validation)
     happened = tuple(sorted({what for each in defined for what in each.trajectory.happened}))
     results = []
-    with tempfile.TemporaryDirectory(prefix="weft-verify-") as folder:
-        alone = Path(folder, "alone")
+    with ScratchFolder() as scratch:
+        alone = Path(scratch.path, "alone")
         on_one = _train(on_own_layout(defined[0].run, "dp1"), alone)
         for number, layout in enumerate(layouts):
-            (plan,) = check_run(on_own_layout(run, layout))
-            if plan.schedule.versions:
-                late = "it updates weights late, as weft verify without --deep checks"
-                proofs = [Proof("not compared", late)]
-            else:
-                here = Path(folder, str(number))
-                proofs = training_proofs(defined[0], layout, here)
-                for another in defined[1:]:
-                    proofs += training_proofs(another, layout, here / "rollback")
-                proofs += other_layout_proofs(defined[0], layout, here, alone)
-                steps = f"{defined[0].run.train.steps} steps"
-                proofs.insert(1, _proof(steps, on_one, defined[0].trajectory, note="on dp1: "))
+            here = Path(scratch.path, str(number))
+            proofs = training_proofs(defined[0], layout, here)
+            for another in defined[1:]:
+                proofs += training_proofs(another, layout, here / "rollback")
+            proofs += other_layout_proofs(defined[0], layout, here, alone)
+            steps = f"{defined[0].run.train.steps} steps"
+            proofs.insert(1, _proof(steps, on_one, defined[0].trajectory, note="on dp1: "))
             results.append(TrainingResult(layout, tuple(proofs), happened))
             done(results[-1])
     return results

@@ -46,7 +46,8 @@ class PlainCodec(ABC):
 
     def scattered(self, xs: Sequence[Tensor]) -> Tensor:
         """The same of x [ranks, n], whose row i is for rank i, which sums what comes."""
-        raise NotImplementedError(type(self).__name__)
+        # weft.sync refuses such a codec under fsdp before any process starts
+        raise NotImplementedError(f"{self.options['name']} has no reduce-scatter")
 
 
 class SixteenBits(PlainCodec):
