@@ -459,8 +459,8 @@ def test_an_engine_that_is_done_with_leaves_no_thread(pool: Pool) -> None:
     for _ in range(4):
         pool.run(trained, "int4", "ring", "dp2", {}, 1, world=2)
         threads.append(pool.run(living_threads, world=2))
-    # threads of earlier tests may end during the first run
-    assert threads[1] == threads[2] == threads[3]
+    # threads of earlier tests may end meanwhile; two engines' threads may not stay
+    assert all(last <= before for before, last in zip(threads[1], threads[3], strict=True))
 
 
 def living_threads() -> int:

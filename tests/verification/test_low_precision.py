@@ -193,6 +193,6 @@ def test_verify_in_bf16() -> None:
 def test_what_is_not_verified_in_bf16_is_refused() -> None:
     batch = global_batch(SUBJECTS["decoder"], 0)
     with pytest.raises(ConfigError, match="is not what layouts are verified in"):
-        verify(tiny, "dp2", batch, loss=next_token, precision="fp16")
+        verify(tiny, "dp2", batch, loss=next_token, precision="fp8")
     with pytest.raises(ConfigError, match="updates weights late"):
         verify(tiny, "pp2+pipedream", batch, loss=next_token, precision="bf16")

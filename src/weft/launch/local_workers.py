@@ -263,6 +263,8 @@ def leave_world(store: dist.Store, rank: int, size: int, stopped: bool = False) 
     """
     with suppress(dist.DistError) if rank else nullcontext():  # rank 0 may have waited long enough
         store.set(f"weft/left/{rank}", "stopped" if stopped else "")
+        # an answer shows that the word has arrived: this process's gate ends with it
+        store.check([f"weft/left/{rank}"])
     since = time.monotonic()
     while rank == 0 and time.monotonic() - since < TIMEOUT_S:
         if all(store.check([f"weft/left/{other}"]) for other in range(size)):
