@@ -72,16 +72,24 @@ class CrossEntropy(Function):
         return softmax.mul_(grad / len(softmax)), None, None
 
 
-def rows(weight: Tensor) -> nn.Parameter:
-    return nn.Parameter(
-        weight.detach().chunk(dist.get_world_size(), dim=0)[dist.get_rank()].clone()
-    )
+def rows(whole: nn.Linear | nn.Embedding) -> nn.Linear | nn.Embedding:
+    """This rank's rows of its weight."""
+    return with_part(whole, dim=0)
 
 
-def columns(weight: Tensor) -> nn.Parameter:
-    return nn.Parameter(
-        weight.detach().chunk(dist.get_world_size(), dim=1)[dist.get_rank()].clone()
-    )
+def columns(whole: nn.Linear) -> nn.Linear:
+    """This rank's columns of its weight."""
+    return with_part(whole, dim=1)
+
+
+def with_part(whole: nn.Module, dim: int) -> nn.Module:
+    """The same kind of module with this rank's part of the weight, along `dim`."""
+    part = whole.weight.detach().chunk(dist.get_world_size(), dim)[dist.get_rank()].clone()
+    if isinstance(whole, nn.Embedding):
+        return nn.Embedding.from_pretrained(part, freeze=False)
+    made = nn.Linear(part.size(1), part.size(0), bias=False, device="meta")
+    made.weight = nn.Parameter(part)
+    return made
 
 
 class Attention(nn.Module):
@@ -90,25 +98,21 @@ class Attention(nn.Module):
     def __init__(self, whole: nn.Module):
         super().__init__()
         self.head_dim, self.rotate = whole.head_dim, decoder_file().rotate
-        self.wq, self.wk, self.wv = (
-            rows(whole.wq.weight),
-            rows(whole.wk.weight),
-            rows(whole.wv.weight),
-        )
-        self.wo = columns(whole.wo.weight)
+        self.wq, self.wk, self.wv = rows(whole.wq), rows(whole.wk), rows(whole.wv)
+        self.wo = columns(whole.wo)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         b, s, _ = x.shape
         x = CopyToRanks.apply(x)
         q, k, v = (
-            F.linear(x, w).view(b, s, -1, self.head_dim).transpose(1, 2)
-            for w in (self.wq, self.wk, self.wv)
+            linear(x).view(b, s, -1, self.head_dim).transpose(1, 2)
+            for linear in (self.wq, self.wk, self.wv)
         )
         q, k = self.rotate(q, rotary), self.rotate(k, rotary)
         y = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=q.size(1) != k.size(1)
         )
-        return SumOverRanks.apply(F.linear(y.transpose(1, 2).reshape(b, s, -1), self.wo))
+        return SumOverRanks.apply(self.wo(y.transpose(1, 2).reshape(b, s, -1)))
 
 
 class MLP(nn.Module):
@@ -116,17 +120,12 @@ class MLP(nn.Module):
 
     def __init__(self, whole: nn.Module):
         super().__init__()
-        self.gate, self.up, self.down = (
-            rows(whole.gate.weight),
-            rows(whole.up.weight),
-            columns(whole.down.weight),
-        )
+        self.gate, self.up = rows(whole.gate), rows(whole.up)
+        self.down = columns(whole.down)
 
     def forward(self, x: Tensor) -> Tensor:
         x = CopyToRanks.apply(x)
-        return SumOverRanks.apply(
-            F.linear(F.silu(F.linear(x, self.gate)) * F.linear(x, self.up), self.down)
-        )
+        return SumOverRanks.apply(self.down(F.silu(self.gate(x)) * self.up(x)))
 
 
 class Block(nn.Module):
@@ -146,23 +145,23 @@ class Decoder(nn.Module):
 
     def __init__(self, whole: nn.Module):
         super().__init__()
-        self.embedding = rows(whole.embedding.weight)
+        self.embedding = rows(whole.embedding)
         self.blocks = nn.ModuleList(Block(block) for block in whole.blocks)
         self.norm = whole.norm
-        self.head = rows(whole.head.weight)
-        self.start = dist.get_rank() * len(self.head)
+        self.head = rows(whole.head)
+        self.start = dist.get_rank() * self.head.out_features
         self.rope_base, self.rotary_table = whole.rope_base, decoder_file().rotary_table
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         local = input_ids - self.start
-        mine = (local >= 0) & (local < len(self.embedding))
-        x = F.embedding(local.where(mine, 0), self.embedding) * mine.unsqueeze(-1)
+        mine = (local >= 0) & (local < self.embedding.num_embeddings)
+        x = self.embedding(local.where(mine, 0)) * mine.unsqueeze(-1)
         x = SumOverRanks.apply(x)
         width = self.blocks[0].attention.head_dim
         rotary = self.rotary_table(input_ids.size(1), width, self.rope_base, x)
         for block in self.blocks:
             x = block(x, rotary)
-        logits = F.linear(CopyToRanks.apply(self.norm(x)), self.head)
+        logits = self.head(CopyToRanks.apply(self.norm(x)))
         return self.loss(logits, labels)
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -170,7 +169,7 @@ class Decoder(nn.Module):
 
     def cut(self) -> list[nn.Parameter]:
         """The parameters of which every rank holds another part."""
-        parts: list[nn.Parameter] = [self.embedding, self.head]
+        parts: list[nn.Parameter] = [self.embedding.weight, self.head.weight]
         for block in self.blocks:
             parts += [*block.attention.parameters(), *block.mlp.parameters()]
         return parts
