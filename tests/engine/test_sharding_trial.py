@@ -109,6 +109,24 @@ class Mixed(nn.Module):
         return x + self.shared(self.attention(x))
 
 
+class CallsForward(nn.Module):
+    """Calls the forward of a module, which passes over that module's hooks."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner.forward(x)
+
+
+def calling_forward() -> nn.Module:
+    model = Fused(dim=DIM)
+    for block in model.blocks:
+        block.attention = CallsForward(block.attention)
+    return model
+
+
 def sharing() -> nn.Module:
     model, shared = Fused(dim=DIM), nn.Linear(DIM, DIM)
     model.blocks = nn.ModuleList(Mixed(shared) for _ in range(2))
@@ -205,6 +223,14 @@ def test_a_plan_that_has_a_sample_leaves_it_whole(pool: Pool, layout: str) -> No
 def test_an_attention_that_stays_whole_is_refused_under_sequence() -> None:
     with pytest.raises(UnsupportedModel, match=r"blocks\.0\.attention does not run on its part"):
         begin(fixed_heads, "tp2+sequence")
+
+
+@pytest.mark.parametrize("layout", ["tp2", "cp2"])
+def test_a_forward_that_is_called_by_itself_is_tried(pool: Pool, layout: str) -> None:
+    """A block runs again in the trial's backward: once, and not in itself without an end."""
+    want = pool.run(begin, calling_forward, "dp1", world=1)[0]
+    got = pool.run(begin, calling_forward, layout, world=2)[0]
+    assert got == pytest.approx(want, rel=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "cp2"])

@@ -47,14 +47,18 @@ def export(
     dtype: Annotated[
         str | None, typer.Option(help="fp32, bf16 or fp16. Default: the checkpoint's.")
     ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="The whole model, with the adapter merged into it.")
+    ] = False,
 ) -> None:
-    """Write a run's weights as a directory that transformers' from_pretrained loads."""
+    """Write a run's weights as a directory that transformers' from_pretrained loads; of a run that
+    trains an adapter those of the adapter, as peft loads them."""
     with exit_codes():
         from weft.train import DTYPES, export_weights
 
         if dtype is not None and dtype not in DTYPES:
             raise ConfigError("--dtype", dtype, "is no dtype", nearest(dtype, DTYPES))
-        found = export_weights(folder, to, step, dtype)
+        found = export_weights(folder, to, step, dtype, merge=merge)
         typer.echo(
             f"step {found.step}: {found.tensors} tensors, {found.nbytes:,} B, in {found.files}"
             f" files -> {to}"

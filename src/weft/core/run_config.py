@@ -79,6 +79,14 @@ class ModelConfig(CallableTable):
         default=None, description="the batch entries that the model is called with"
     )
 
+    adapter: str | dict[str, Any] | None = Field(
+        default=None,
+        description=(
+            "an adapter of peft, which alone is trained: a directory that peft saved, or arguments"
+            ' of one, as in { r = 8, target_modules = ["q_proj", "v_proj"] } (docs/fine_tuning.md)'
+        ),
+    )
+
     @model_validator(mode="after")
     def _one(self) -> Self:
         exactly_one(build=self.build, hf=self.hf)

@@ -52,6 +52,17 @@ from .expert_roles import (
     find_experts as find_experts,
     why_no_experts as why_no_experts,
 )
+from .hf_adapter import (
+    ADAPTER_WEIGHTS as ADAPTER_WEIGHTS,
+    Adapter as Adapter,
+    adapter_files as adapter_files,
+    adapter_state as adapter_state,
+    add_adapter as add_adapter,
+    merged_sources as merged_sources,
+    merged_weight as merged_weight,
+    save_adapter_settings as save_adapter_settings,
+    split_adapter_tensors as split_adapter_tensors,
+)
 from .hf_model import (
     build_hf_model as build_hf_model,
     hf_weight_files as hf_weight_files,

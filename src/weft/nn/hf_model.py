@@ -102,12 +102,12 @@ def build_hf_model(
         }
         if tensors is None:
             own = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
-            with torch.device("cpu"):
+            with torch.device("cpu"), _without_bars(transformers):
                 built, report = kind.from_pretrained(path, **how, **own)
         else:
             with torch.device("meta"):  # its class alone takes tensors
                 cls = type(kind.from_config(config, trust_remote_code=False))
-            with torch.device("cpu"), _loading_in_this_thread():
+            with torch.device("cpu"), _without_bars(transformers), _loading_in_this_thread():
                 built, report = cls.from_pretrained(None, state_dict=dict(tensors), **how)
     except Refusal:
         raise
@@ -141,6 +141,19 @@ def _loading_in_this_thread() -> Iterator[None]:
             del os.environ[switch]
         else:
             os.environ[switch] = before
+
+
+@contextmanager
+def _without_bars(transformers: Any) -> Iterator[None]:
+    """transformers draws a bar of progress in every process."""
+    logging = transformers.utils.logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _refuse_pickles(name: str, path: Path) -> None:

@@ -37,7 +37,16 @@ from weft.core import (
     require_known,
 )
 from weft.engine import OptimizerFactory, make_optimizer
-from weft.nn import Loss, build_hf_model, deferred_init, hf_weight_files
+from weft.nn import (
+    Adapter,
+    Loss,
+    adapter_files,
+    add_adapter,
+    build_hf_model,
+    deferred_init,
+    hf_weight_files,
+    split_adapter_tensors,
+)
 from weft.parallel import STATE_AXES, PlanRequest, plan_from_request
 from weft.sync import make_sync
 
@@ -114,6 +123,7 @@ def build_model(
     dtype: torch.dtype | None = None,
     seed: int | None = None,
     tensors: Mapping[str, Tensor] | None = None,
+    with_adapter: bool = True,
 ) -> nn.Module:
     """Build the model of [model]. The global random generator does not change.
 
@@ -122,13 +132,17 @@ def build_model(
         device: Where the model is built; on "meta" it has shapes and no weights.
         dtype: What the weights are cast to after they are drawn.
         seed: The seed of the weights. Default: the seed of [train].
-        tensors: The weights of `model.hf`, if they are not to be read from its files.
+        tensors: The weights of `model.hf`, and of a directory that `model.adapter` names, if they
+            are not to be read from their files.
+        with_adapter: Whether the model has the adapter that the run trains.
 
     Raises:
         ConfigError: The model cannot be built.
     """
     device = torch.device(device)
     undrawn = _Undrawn() if device.type == "meta" else nullcontext()
+    adapter = _adapter(run) if with_adapter else None
+    base, ours = split_adapter_tensors(tensors)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device, undrawn:
         torch.manual_seed(run.train.seed if seed is None else seed)
         if run.model.hf is not None:
@@ -139,12 +153,15 @@ def build_model(
                 run.model.auto,
                 device,
                 named,
-                tensors,
+                base,
             )
         else:
             name = str(run.model.build)
             function = resolve_callable(name, run.folder, "model.build")
             built = _call(function, name, "model", (), run.model.arguments)
+        if adapter is not None and isinstance(built, nn.Module):
+            hf, task = run.model.hf, run.model.auto or ("causal-lm" if run.model.hf else None)
+            built = add_adapter(built, adapter, task, hf and resolve_path(run, hf), ours)
     if not isinstance(built, nn.Module):
         raise ConfigError(
             "model.build", run.model.build, f"returns {type(built).__name__}", "return an nn.Module"
@@ -152,6 +169,11 @@ def build_model(
     if dtype is not None:
         in_dtype(built, dtype)
     return built.to(device=device).train()
+
+
+def _adapter(run: RunConfig) -> Adapter | None:
+    named = run.model.adapter
+    return resolve_path(run, named) if isinstance(named, str) else named
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -171,6 +193,7 @@ def build_deferred(run: RunConfig, dtype: torch.dtype | None = None) -> nn.Modul
     `dtype`: as of `build_model`. Raises UnsupportedModel if its build cannot be recorded."""
     build = partial(build_model, run, dtype=dtype)
     files = hf_weight_files(resolve_path(run, str(run.model.hf))) if run.model.hf else []
+    files += adapter_files(_adapter(run))
     if not files:
         return deferred_init(build, seed=None)
     return deferred_init(lambda tensors: build(tensors=tensors), seed=None, files=files)
@@ -239,14 +262,14 @@ def build_sync(run: RunConfig) -> Sync:
     return make_sync(run.sync.name, run.sync.codec, **run.sync.arguments)
 
 
-def build_skeleton(run: RunConfig) -> nn.Module:
+def build_skeleton(run: RunConfig, with_adapter: bool = True) -> nn.Module:
     """The model without weights, on the meta device; with them if it computes with them while it is
-    made."""
+    made. `with_adapter`: as of `build_model`."""
     dtype = planned_dtype(run)
     try:
-        return build_model(run, device="meta", dtype=dtype)
+        return build_model(run, device="meta", dtype=dtype, with_adapter=with_adapter)
     except ConfigError:
-        return build_model(run, dtype=dtype)
+        return build_model(run, dtype=dtype, with_adapter=with_adapter)
 
 
 def build_dataset(run: RunConfig, split: str = "train") -> data.Dataset:

@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,10 +43,17 @@ from weft.core import (
     load_run,
     whole_shard,
 )
-from weft.nn import file_tensors, set_use_cache
+from weft.nn import (
+    ADAPTER_WEIGHTS,
+    adapter_state,
+    file_tensors,
+    save_adapter_settings,
+    set_use_cache,
+)
 from weft.parallel import weights_of
 
 from . import build
+from .checkpoint_weights import CheckpointWeights, MergedWeights
 from .run_folder import data_position
 
 SHARD_BYTES = 5 * 10**9  # transformers' own: what most tools that split such files expect
@@ -68,11 +75,13 @@ def export_weights(
     step: int | None = None,
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
+    merge: bool = False,
 ) -> Exported:
     """Write the weights of a checkpoint to a directory that `from_pretrained` loads.
 
     It holds safetensors and their index, the configuration, and the tokenizer if the run's data has
-    one. The directory appears when it is complete.
+    one; of a run that trains an adapter, the adapter in peft's format. The directory appears when
+    it is complete.
 
     Args:
         folder: The run folder.
@@ -80,13 +89,17 @@ def export_weights(
         step: The step of the checkpoint. Default: the latest.
         dtype: A key of DTYPES. Default: the checkpoint's dtype.
         shard_bytes: The most bytes in one file.
+        merge: Write the whole model, with the adapter's weights merged into its own.
 
     Raises:
-        ConfigError: The directory cannot be written.
+        ConfigError: The directory cannot be written, or there is no adapter to merge.
         CheckpointError: The checkpoint is damaged, or lacks a weight.
     """
     run, contents, source = _run(folder), *_open_checkpoint(folder, step)
-    model = _transformer(run)
+    adapted = build.build_skeleton(run) if run.model.adapter is not None else None
+    if merge and adapted is None:
+        raise ConfigError("--merge", run.model.adapter, "the run has no adapter", "leave it out")
+    model = _transformer(run) if adapted is None or merge else None
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(
             "--to", str(to), "is there already", "name a directory that does not exist"
@@ -97,22 +110,16 @@ def export_weights(
         partial.mkdir(parents=True)
         with CheckpointReader(source, contents) as reader:
             reader.check()
-            found = _write(
-                model,
-                reader,
-                contents,
-                partial,
-                DTYPES[dtype] if dtype is not None else None,
-                shard_bytes,
-            )
-        settings: Any = model.config
-        set_use_cache(settings, True)  # what weft does without is for generation
-        if dtype is not None:
-            settings.dtype = DTYPES[dtype]
-        settings.save_pretrained(partial)
-        generation = getattr(model, "generation_config", None)
-        if generation is not None:
-            generation.save_pretrained(partial)
+            to_dtype = DTYPES[dtype] if dtype is not None else None
+            weights = CheckpointWeights(reader, contents, to_dtype)
+            if model is None:
+                assert adapted is not None
+                found = _write_adapter(adapted, weights, partial)
+            else:
+                whole = weights if adapted is None else MergedWeights(weights, model, adapted)
+                found = _write(model, whole, partial, shard_bytes)
+        if model is not None:
+            _write_settings(model, dtype, partial)
         _write_tokenizer(run, partial)
         if to.exists():
             to.rmdir()
@@ -143,6 +150,9 @@ def import_weights(source: Path, run: RunConfig) -> Exported:
         raise ConfigError(
             "output", run.output, "holds checkpoints already", "name another folder with --output"
         )
+    if run.model.adapter is not None:
+        fix = f'write hf = "{source}" in [model]: a run with an adapter begins with these weights'
+        raise ConfigError("model.adapter", run.model.adapter, "is not in the directory", fix)
     model = _transformer(run)
     nbytes = count = 0
 
@@ -226,30 +236,48 @@ def _read(source: Path, model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[
                 setattr(model.get_submodule(module), leaf, bare[name])
 
 
+def _write_adapter(model: nn.Module, weights: CheckpointWeights, folder: Path) -> Exported:
+    bare = {name: torch.empty(0, device="meta") for name in _saved_names(model)}
+    own = {id(tensor) for tensor in adapter_state(model, bare).values()}
+    names = [name for name, tensor in bare.items() if id(tensor) in own]
+    _check_complete(weights, names)
+    found = adapter_state(model, {name: weights.read(name) for name in names})
+    found = {name: tensor.contiguous() for name, tensor in found.items()}
+    save_file(found, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    save_adapter_settings(model, folder)
+    return Exported(weights.step, len(found), sum(t.nbytes for t in found.values()), 1)
+
+
+def _check_complete(weights: CheckpointWeights | MergedWeights, names: Iterable[str]) -> None:
+    for name in names:
+        if weights.nbytes(name) is None:
+            problem = f"the checkpoint of step {weights.step} lacks {name}"
+            fix = "export with the run file that trained it"
+            raise CheckpointError("checkpoint", name, problem, fix)
+
+
+def _write_settings(model: nn.Module, dtype: str | None, folder: Path) -> None:
+    settings: Any = model.config
+    set_use_cache(settings, True)  # what weft does without is for generation
+    if dtype is not None:
+        settings.dtype = DTYPES[dtype]
+    settings.save_pretrained(folder)
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(folder)
+
+
 def _write(
-    model: nn.Module,
-    reader: CheckpointReader,
-    contents: CheckpointIndex,
-    folder: Path,
-    dtype: torch.dtype | None,
-    shard_bytes: int,
+    model: nn.Module, weights: CheckpointWeights | MergedWeights, folder: Path, shard_bytes: int
 ) -> Exported:
     from transformers.core_model_loading import revert_weight_conversion
 
-    names = [name for name in _saved_names(model) if name in contents.tensors]
-    if missing := [w.name for w in weights_of(model) if w.name not in contents.tensors]:
-        problem = f"the checkpoint of step {contents.step} lacks {missing[0]}"
-        raise CheckpointError(
-            "checkpoint", missing[0], problem, "export with the run file that trained it"
-        )
+    _check_complete(weights, (w.name for w in weights_of(model)))
+    sizes = {name: weights.nbytes(name) for name in _saved_names(model)}
     shards: list[dict[str, int]] = []  # of each file: name -> bytes
-    for number, group in enumerate(_groups(names, contents, shard_bytes)):
-        tensors: dict[str, Tensor] = {}
-        for name in group:
-            tensor = reader.read_tensor(name)
-            tensors[name] = (
-                tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-            )
+    there = {name: size for name, size in sizes.items() if size is not None}
+    for number, group in enumerate(_groups(there, shard_bytes)):
+        tensors = {name: weights.read(name) for name in group}
         tensors = {
             name: tensor.contiguous()
             for name, tensor in revert_weight_conversion(model, tensors).items()
@@ -267,7 +295,7 @@ def _write(
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         text = json.dumps(index, indent=2) + "\n"
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-    return Exported(contents.step, sum(map(len, shards)), total, len(shards))
+    return Exported(weights.step, sum(map(len, shards)), total, len(shards))
 
 
 def _saved_names(model: nn.Module) -> Iterator[str]:
@@ -278,13 +306,11 @@ def _saved_names(model: nn.Module) -> Iterator[str]:
     yield from (name for name in model.state_dict() if name in weights or name in buffers)
 
 
-def _groups(names: list[str], contents: CheckpointIndex, most: int) -> Iterator[list[str]]:
+def _groups(sizes: dict[str, int], most: int) -> Iterator[list[str]]:
     """Consecutive names whose tensors have at most so many bytes together."""
     group: list[str] = []
     held = 0
-    for name in names:
-        stored = contents.tensors[name]
-        nbytes = torch.Size(stored.shape).numel() * stored.dtype.itemsize
+    for name, nbytes in sizes.items():
         if group and held + nbytes > most:
             yield group
             group, held = [], 0
@@ -331,7 +357,8 @@ def _open_checkpoint(folder: Path, step: int | None) -> tuple[CheckpointIndex, P
 
 
 def _transformer(run: RunConfig) -> nn.Module:
-    """The run's model on the meta device. Raises ConfigError for one that is not transformers'."""
+    """The run's model on the meta device, without the adapter that it trains. Raises ConfigError
+    for one that is not transformers'."""
     if run.model.hf is None:
         fix = (
             "its weights are those of the checkpoint, by the names of its own state_dict: weft"
@@ -341,4 +368,4 @@ def _transformer(run: RunConfig) -> nn.Module:
             "model.build", run.model.build, "has no transformers configuration to go with it", fix
         )
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    return build.build_skeleton(run)
+    return build.build_skeleton(run, with_adapter=False)
