@@ -111,6 +111,13 @@ class DataConfig(CallableTable):
     hf: str | None = Field(
         default=None, description="a directory written by datasets' save_to_disk"
     )
+    chat: Strings | None = Field(
+        default=None,
+        description=(
+            'JSON lines files or patterns of conversations, as in ["answers/*.jsonl"], or a'
+            " directory written by datasets' save_to_disk (docs/fine_tuning.md)"
+        ),
+    )
     entries: Strings | None = Field(
         default=None,
         description=(
@@ -120,7 +127,7 @@ class DataConfig(CallableTable):
 
     @model_validator(mode="after")
     def _one(self) -> Self:
-        exactly_one(build=self.build, text=self.text, hf=self.hf)
+        exactly_one(build=self.build, text=self.text, hf=self.hf, chat=self.chat)
         return self
 
 
@@ -312,7 +319,7 @@ class RunConfig(TomlTable):
         if self.train.loss is not None:
             return self.train.loss
         causal = self.model.hf is not None and self.model.auto in (None, "causal-lm")
-        shifted = self.data.text is not None or (self.data.build or "").startswith("weft.data:")
+        shifted = self.data.build is None or self.data.build.startswith("weft.data:")
         return "weft.losses:causal_lm" if causal and not shifted else DEFAULT_LOSS
 
     @property

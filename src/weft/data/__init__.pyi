@@ -1,8 +1,10 @@
 from weft.train import (
+    Chat as Chat,
     Dataset as Dataset,
     Images as Images,
     Loader as Loader,
     Text as Text,
+    chat as chat,
     collate as collate,
     hf as hf,
     shapes as shapes,

@@ -17,6 +17,7 @@ from .build import (
     server_replicas as server_replicas,
     with_layout as with_layout,
 )
+from .conversations import Chat as Chat, chat as chat
 from .data import (
     Dataset as Dataset,
     Images as Images,

@@ -50,7 +50,7 @@ from weft.nn import (
 from weft.parallel import STATE_AXES, PlanRequest, plan_from_request
 from weft.sync import make_sync
 
-from . import data, lr_schedule
+from . import conversations, data, lr_schedule
 from .samples import named_samples
 
 # Names of these may stand in a run file of which no code is to run.
@@ -286,6 +286,11 @@ def build_dataset(run: RunConfig, split: str = "train") -> data.Dataset:
     elif table.hf is not None:
         name, function = "weft.data:hf", data.hf
         positional = (resolve_path(run, table.hf),)
+    elif table.chat is not None:
+        name, function = "weft.data:chat", conversations.chat
+        if isinstance(arguments.get("template"), str):
+            arguments["template"] = resolve_path(run, arguments["template"])
+        positional = ([resolve_path(run, pattern) for pattern in table.chat],)
     else:
         name = str(table.build)
         function = resolve_callable(name, run.folder, "data.build")
