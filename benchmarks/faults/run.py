@@ -304,11 +304,15 @@ def through(part: str, seed: int) -> dict[str, Any]:
         if code or not (same or part == "local"):
             print(log[-3000:])
         last = [float(each[-1]["loss"]) for each in lines]
+        steps = [line["step"] for line in lines[1]]
+        if steps != list(range(1, STEPS + 1)):
+            print("steps:", steps)
+            print(log)
         return {
             "faults": done,
             "code": code,
             "same": same,
-            "complete": [line["step"] for line in lines[1]] == list(range(1, STEPS + 1)),
+            "complete": steps == list(range(1, STEPS + 1)),
             "loss": abs(last[1] / last[0] - 1),
             "alone_s": alone_s,
             "faults_s": faults_s,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 import re
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from weft.train import run_checks
 from weft.train.trainer import train
 
 pytestmark = pytest.mark.grid
+ADAM = partial(torch.optim.Adam, lr=1e-3)
 
 
 def servers(
@@ -147,6 +149,52 @@ def without_gate() -> dict[str, Any]:
         return stepped("even", servers(1, 2), "dp4", 25, SGD, 6)
     finally:
         async_parameter_server.ParameterServer._may_go_on = original  # type: ignore[method-assign]
+
+
+def counted(params: torch.dtype, default: torch.dtype) -> dict[str, list[str]]:
+    """The dtypes of what servers keep, if the thread that trains has another default just when a
+    server takes its steps."""
+    server = async_parameter_server.ParameterServer
+    original = server._step
+
+    def meanwhile(self: async_parameter_server.ParameterServer, *rest: Any) -> int:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(default)
+        try:
+            return original(self, *rest)
+        finally:
+            torch.set_default_dtype(before)
+
+    of = subject("even", servers(0))
+    model = seeded(of.build)
+    engine = weft.Engine(
+        model.to(params), laid(of, model, "dp2"), optimizer=ADAM, loss=of.loss, device="cpu"
+    )
+    server._step = meanwhile  # type: ignore[method-assign]
+    try:
+        for batch in batches(of, 2):
+            engine.step({k: v.to(params) for k, v in engine.local(batch).items()})
+    finally:
+        server._step = original  # type: ignore[method-assign]
+    found: dict[str, list[str]] = {}
+    served = engine.replicas.server
+    for kept in served._optimizer.state.values() if served is not None else ():
+        for key, value in kept.items():
+            found.setdefault(key, []).append(str(value.dtype))
+    engine.gather(last=True)
+    return found
+
+
+@pytest.mark.parametrize("params", [torch.float32, torch.float64])
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+def test_what_a_server_keeps_has_its_own_dtype(
+    pool: Pool, params: torch.dtype, default: torch.dtype
+) -> None:
+    found = pool.run(counted, params, default, world=2)[0]
+    assert found["step"]
+    assert {key: set(dtypes) for key, dtypes in found.items()} == {
+        key: {str(params)} for key in ("step", "exp_avg", "exp_avg_sq")
+    }
 
 
 def broken_server() -> None:

@@ -387,6 +387,7 @@ def test_the_others_go_on_and_it_comes_back(
     assert min(counts) == size - 1
     assert counts[-1] == size, counts
     assert len(steps) > 30  # the others went on meanwhile
+    assert steps == list(range(1, 61))
     said = capfd.readouterr().err
     assert ("started anew" in said) == (how != "stalls")
 

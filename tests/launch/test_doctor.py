@@ -374,11 +374,14 @@ def test_a_layout_on_hosts(axes: str, count: int, gpus: int, state: str, says: s
 
 def test_workers_on_hosts() -> None:
     hosts = [host(str(i), cores={"usable": 2}, gpus={"gpus": [gpu()] * 4}) for i in range(3)]
-    assert (
-        layout_fit.check_layout_fits("dp1", hosts, 2).found
-        == "the driver with its workers has 3 ranks, 1 on each host, over gloo on the CPU"
-    )
+    several = layout_fit.check_layout_fits("dp1", hosts, 2)
+    assert several.state == "wrong" and several.advice.startswith("use one host")
     assert layout_fit.check_layout_fits("dp1", hosts, 3).state == "wrong"
+    alone = [host("0", cores={"usable": 4})]
+    assert (
+        layout_fit.check_layout_fits("dp1", alone, 2).found
+        == "the driver with its workers has 3 ranks, over gloo on the CPU"
+    )
     assert "3 ranks share 2 cores" in layout_fit.check_layout_fits("dp1", hosts[:1], 2).advice
 
 

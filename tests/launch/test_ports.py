@@ -16,13 +16,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from typer.testing import CliRunner
 
 from tests.commands import Command, children
 from tests.train.test_failures import STEPS, begun, steps_of, weights
+from weft.cli.app import app
 from weft.core.errors import ConfigError, WeftError
-from weft.launch import gate, stores
+from weft.launch import gate, rpc, stores
 from weft.launch.local_workers import Pool
-from weft.launch.rendezvous import Rendezvous
+from weft.launch.rendezvous import Rendezvous, interface_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -97,6 +99,83 @@ def test_a_run_of_one_host_listens_at_the_loopback(
             time.sleep(0.02)
         assert process.returncode == 0, process.said()
     assert found and not outside(found), found
+
+
+def test_calls_stay_on_the_loopback_whatever_the_environment_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of a cluster names the interface of its network for all runs."""
+    network = interface_of(Rendezvous(file="/x").address())
+    if network in (None, "lo"):
+        pytest.skip("this host has no network")
+    monkeypatch.setenv("TP_SOCKET_IFNAME", str(network))
+    found: set[Address] = set()
+    more = [word for setting in WORKERS for word in ("--set", setting)]
+    with begun(tmp_path, "dp1", "--set", "train.steps=6", *more) as process:
+        while process.poll() is None:
+            found |= listening(family(process.pid))
+            time.sleep(0.02)
+        assert process.returncode == 0, process.said()
+    assert found and not outside(found), found
+
+
+UNGATED = r"asks for no token.* Use one host, or a layout without \[workers\]"
+
+
+def test_workers_over_several_hosts_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        """
+        [model]
+        build = "weft.models:decoder"
+        dim = 16
+        heads = 2
+        [data]
+        build = "weft.data:stdlib"
+        [train]
+        batch = 4
+        steps = 2
+        [workers]
+        big = ["blocks.0"]
+        """
+    )
+    hosts = ("--nodes", "2", "--rdzv", "127.0.0.1:1")
+    said = CliRunner().invoke(app, ["train", str(tmp_path / "run.toml"), *hosts]).output
+    assert re.search("--nodes = 2: .*" + UNGATED, " ".join(said.split())), said
+    asked = ["launch", "slurm", str(tmp_path / "run.toml"), "--nodes", "2"]
+    said = CliRunner().invoke(app, asked).output
+    assert re.search(UNGATED, " ".join(said.split())), said
+
+
+RANK = {"RANK": "0", "WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "one"),
+    [
+        ({}, True),  # processes of one host that meet at its loopback
+        ({"MASTER_ADDR": "192.0.2.1"}, False),
+        ({**RANK, "LOCAL_WORLD_SIZE": "1"}, True),
+        ({**RANK, "LOCAL_WORLD_SIZE": "1", "WEFT_AGENT": "fixed"}, False),
+        ({**RANK, "LOCAL_WORLD_SIZE": "2", "WEFT_AGENT": "fixed"}, True),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "1.2.3.4"},
+            False,
+        ),
+        ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "1.2.3.4"}, True),
+    ],
+)
+def test_calls_between_hosts_are_refused(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], one: bool
+) -> None:
+    for name in ("MASTER_ADDR", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "WEFT_AGENT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if one:
+        rpc.check_one_host()
+        return
+    with pytest.raises(ConfigError, match=UNGATED):
+        rpc.check_one_host()
 
 
 # ---- over several hosts --------------------------------------------------------------------------

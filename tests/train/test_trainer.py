@@ -487,6 +487,34 @@ def test_lines_past_a_step_are_dropped(tmp_path: Path) -> None:
         assert path.read_text() == '{"step": 1, "loss": 2}\n{"step": 2, "loss": 1}\n'
 
 
+def test_who_leads_next_adds_what_the_one_before_has_not_written(tmp_path: Path) -> None:
+    first, other = Metrics(tmp_path, 0), Metrics(tmp_path, 0, writes=False)
+    steps = [{"step": step, "loss": float(step)} for step in range(7)]
+    for step in (1, 2, 3):
+        first.write(steps[step])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')  # it died
+    for step in (2, 3, 4, 5):
+        other.write(steps[step], leads=False)
+    other.write({"step": 4, "val_loss": 3.0}, leads=False)
+    other.write(steps[6])
+    texts = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(text) for text in texts]
+    assert [line["step"] for line in found if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in found if "val_loss" in line] == [4]
+    for each in (first, other):
+        each.__exit__()
+
+
+def test_metrics_that_cannot_be_written_are_one_line(tmp_path: Path) -> None:
+    said = r"^\S+: metrics cannot be written \(.*\); --resume goes on$"
+    with pytest.raises(WeftError, match=said), Metrics(tmp_path, 0) as metrics:
+        metrics.write({"step": 1, "loss": 1.0})
+        (tmp_path / "metrics.jsonl").unlink()
+        (tmp_path / "metrics.jsonl").mkdir()
+        metrics.write({"step": 2, "loss": 1.0})
+
+
 # ---- stopping ------------------------------------------------------------------------------------
 
 

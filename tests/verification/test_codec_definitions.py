@@ -130,8 +130,8 @@ MUTANTS: dict[str, tuple] = {
         "dp2",
         CODEC,
         "MessageCodec.generator",
-        "* peers.size + peers.index",
-        "* peers.size",
+        " {peers.index}",
+        "",
     ),
     "every call's draws the same": (
         RANDOM,
@@ -237,6 +237,22 @@ MUTANTS: dict[str, tuple] = {
         "MessageCodec.scatter",
         ".copy_(error[:, :n])",
         ".copy_(0 * error[:, :n])",
+    ),
+    "same draws in every bucket": (
+        RANDOM,
+        "fsdp2",
+        CODEC,
+        "MessageCodec.generator",
+        " {peers.bucket}",
+        "",
+    ),
+    "same draws in every call": (
+        RANDOM,
+        "dp2",
+        CODEC,
+        "MessageCodec.generator",
+        "int(state['calls'])",
+        "0",
     ),
     "divided once more": (
         "int8",

@@ -115,6 +115,13 @@ MUTANTS: dict[str, tuple] = {
         "torch.clamp(self.clip / (norm + 1e-6), max=1.0)",
         "torch.clamp(2 * self.clip / (norm + 1e-6), max=1.0)",
     ),
+    "same draws by every worker": (
+        {"codec": {"name": "int4", "stochastic": True}},
+        "weft.core.sync",
+        "AsyncServers.worker_view",
+        "{part} of worker {worker}",
+        "{part}",
+    ),
     "residual of a worker lost": (
         {"codec": "int4"},
         "weft.core.codec",
@@ -137,8 +144,8 @@ def test_a_change_is_seen(pool: Pool, name: str) -> None:
 SLOW = Mutant(
     SERVERS,
     "AsyncWorker._exchange",
-    "peers = self._sync.replica_view(2, 1)",
-    "peers = (time.sleep(0.3 * self._quorum.replica), self._sync.replica_view(2, 1))[1]",
+    "reached = [float",
+    "reached = time.sleep(0.3 * self._quorum.replica) or [float",
 )
 NO_BOUND = Mutant(SERVERS, "ParameterServer._may_go_on", "is None or worker", "or True or worker")
 

@@ -29,6 +29,7 @@ from weft.launch import (
     AGENT,
     Backend,
     Rendezvous,
+    check_one_host,
     join_replica,
     join_world,
     launched_rank,
@@ -42,6 +43,7 @@ from weft.launch import (
     run_replicas,
     run_with_restarts,
     run_workers,
+    ungated_error,
     wait_as_spare,
 )
 from weft.planner import compare_with_prediction
@@ -131,6 +133,8 @@ def train_as_rank(run: RunConfig, resume: bool, trace: bool) -> bool:
     rank, ranks, _ = found
     if ranks != run.world and (not elastic or run.workers):
         raise world_size_error(run, "WORLD_SIZE", ranks)
+    if run.workers:
+        check_one_host()
     laid = run if ranks == run.world else shrink_to(run, ranks)
     if replica_ranks(laid) and ranks != run.world:
         raise _fixed_layout_error(run)
@@ -246,13 +250,12 @@ def check_hosts(run: RunConfig, least: int, most: int, each: int) -> list[Plan]:
     """All that is refused of a run over `least` to `most` hosts with `each` ranks on every one.
     Returns its plans. Raises Refusal."""
     world = run.world
+    if run.workers and most > 1:
+        raise ungated_error("--nodes", most if least == most else f"{least}:{most}")
     if world > most * each or (least == most and world != most * each):
         raise world_size_error(run, "--nodes", most, f"{most * each} on {most} hosts")
     if replica_ranks(run) and least < most:
         raise _fixed_layout_error(run)
-    if run.workers and least < most:
-        problem = "each of its workers has what no other has, so all hosts are needed"
-        raise ConfigError("--nodes", f"{least}:{most}", problem, f"use --nodes {most}")
     plans = check_run(run)
     if least < most:
         for hosts in range(least, most):

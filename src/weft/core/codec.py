@@ -18,6 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from math import prod
 from typing import ClassVar, Literal, NamedTuple
 
@@ -77,7 +78,7 @@ class RequestSize(NamedTuple):
 @dataclass(frozen=True)
 class ReplicaView:
     """The ranks that agree: how many, and which one this is. `sharded`: each may sum a part of a
-    tensor for all."""
+    tensor for all. `bucket`: names what is reduced; what is drawn at random for it is its own."""
 
     size: int
     index: int = 0
@@ -85,6 +86,7 @@ class ReplicaView:
     scale: Tensor | float | None = (
         None  # times this, what is reduced is a part of the mean gradient; None: not known
     )
+    bucket: str = ""
 
 
 class Codec(ABC):
@@ -176,12 +178,14 @@ class MessageCodec(Codec):
     def generator(
         self, state: CodecState, peers: ReplicaView, device: torch.device
     ) -> torch.Generator | None:
-        """Where the draws of a call come from: others on every replica and in every call, and the
-        same on ranks that hold the same of one replica."""
+        """Where the draws of a call come from: others on every replica, for every bucket and in
+        every call, and the same on ranks that hold the same of one replica."""
         if not self.draws:
             return None
         state["calls"] += 1
-        return torch.Generator(device).manual_seed(int(state["calls"]) * peers.size + peers.index)
+        key = f"{int(state['calls'])} {peers.size} {peers.index} {peers.bucket}"
+        seed = int.from_bytes(blake2b(key.encode(), digest_size=4).digest(), "big")  # bits it takes
+        return torch.Generator(device).manual_seed(seed)
 
     def reduce(self, x: Tensor, state: CodecState, shapes: Shapes, peers: ReplicaView) -> Reduction:
         generator = self.generator(state, peers, x.device)

@@ -124,6 +124,11 @@ class AsyncServers:
         """How a codec sees a server (index 0) and a worker."""
         return ReplicaView(size, index, sharded=False)
 
+    def worker_view(self, part: str, worker: int) -> ReplicaView:
+        """How the codec of one of all workers sees its server and itself. `part`: names what the
+        server has."""
+        return ReplicaView(2, 1, sharded=False, bucket=f"{part} of worker {worker}")
+
     def groups(self, size: int) -> list[list[list[int]]]:
         """None: replicas meet in process groups that `Membership` makes."""
         return []

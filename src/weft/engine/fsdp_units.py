@@ -25,7 +25,7 @@ class ScheduledUnit:
     module: FSDPModule
     gather: FSDPUnit
     stage: int | None  # None: the root of a pipeline's model
-    learns: bool  # one of its parameters is trainable
+    trained: tuple[str, ...]  # its parameters that are trainable
 
     def reduced(self) -> Tensor | None:
         """A tensor like that of all its gradients, as FSDP2 reduces them; None: no parameters."""
@@ -66,7 +66,7 @@ class FSDPUnits:
                 # midst of W
                 unit.module.set_requires_gradient_sync(False, recurse=False)
                 unit.module.set_reshard_after_backward(False, recurse=False)
-                if unit.gather.gathered == "use" and unit.learns:
+                if unit.gather.gathered == "use" and unit.trained:
                     unit.module.unshard()
 
     def after(self, action: Action, last: bool) -> None:
@@ -200,5 +200,5 @@ def _units(model: nn.Module, plan: Plan) -> Iterator[ScheduledUnit]:
                 module,
                 step.gather,
                 stage,
-                any(param.name in trainable for param in step.params),
+                tuple(param.name for param in step.params if param.name in trainable),
             )

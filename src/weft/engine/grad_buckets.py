@@ -115,7 +115,10 @@ class GradReducer:
             if number is not None:
                 crossing.append(
                     BucketMessage(
-                        flat, tuple(tuple(local_tensor(p).shape) for p in members), bucket.owner
+                        bucket.names[0],
+                        flat,
+                        tuple(tuple(local_tensor(p).shape) for p in members),
+                        bucket.owner,
                     )
                 )
             for i, p in enumerate(members):

@@ -12,7 +12,7 @@ from .environment import (
     note_error as note_error,
     restart_count as restart_count,
 )
-from .gate import TOKEN as TOKEN
+from .gate import TOKEN as TOKEN, ungated_error as ungated_error
 from .job import Job as Job, write_job as write_job
 from .kubernetes import kubernetes_manifest as kubernetes_manifest
 from .local_workers import (
@@ -35,7 +35,7 @@ from .restarts import (
     quarantine_damaged as quarantine_damaged,
     run_with_restarts as run_with_restarts,
 )
-from .rpc import rpc_session as rpc_session
+from .rpc import check_one_host as check_one_host, rpc_session as rpc_session
 from .scratch_folder import ScratchFolder as ScratchFolder
 from .signals import on_stop_signal as on_stop_signal
 from .slurm import slurm_script as slurm_script

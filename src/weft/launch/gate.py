@@ -47,6 +47,16 @@ def run_token(address: str) -> str:
     raise ConfigError(TOKEN, HIDDEN if token else "", problem, fix)
 
 
+def ungated_error(field: str, value: object) -> ConfigError:
+    """[workers] over several hosts. No gate can stand before what calls them: its processes tell
+    one another the addresses at which they listen."""
+    problem = (
+        "[workers] call one another by torch.distributed.rpc, which asks for no token: over several"
+        " hosts whoever reaches a port of one would run code in it"
+    )
+    return ConfigError(field, value, problem, "use one host, or a layout without [workers]")
+
+
 def is_loopback(address: str) -> bool:
     """Whether only this host itself reaches it."""
     return address.startswith("127.") or address == "::1"

@@ -13,6 +13,7 @@ from typing import Self
 
 from weft.core import ConfigError, LayoutError, RunConfig
 
+from .gate import ungated_error
 from .rendezvous import parse_nodes
 
 SAVE_S = 120  # from SIGTERM to the end: for the step that is being taken, and a checkpoint
@@ -36,6 +37,8 @@ class Job:
         over them."""
         least, most = parse_nodes(hosts)
         world = run.world
+        if run.workers and most > 1:
+            raise ungated_error("--nodes", hosts)
         if world % most:
             fits = ", ".join(str(count) for count in range(1, world + 1) if world % count == 0)
             problem = f"the run has {world} ranks, which do not divide over {most} hosts"

@@ -116,10 +116,10 @@ def _way(host: str, port: int) -> str:
 
 
 def listen_at(address: str) -> None:
-    """Let gloo, NCCL and TensorPipe listen on the interface of this address alone, if that can be
-    told and the environment names no other. They take what the host's name stands for, or any."""
+    """Let gloo and NCCL listen on the interface of this address alone, if that can be told
+    and the environment names no other. They take what the host's name stands for, or any."""
     name = interface_of(address)
-    for variable, exact in (("GLOO", ""), ("TP", ""), ("NCCL", "=")):
+    for variable, exact in (("GLOO", ""), ("NCCL", "=")):
         if name is not None:
             os.environ.setdefault(f"{variable}_SOCKET_IFNAME", f"{exact}{name}")
 

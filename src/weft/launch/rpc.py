@@ -1,12 +1,12 @@
 """Remote procedure calls between the processes of a run, beside their process group.
 
 Whoever can connect to a process may call any function in it: torch.distributed.rpc trusts its
-network. A process listens on the interface of the run, which on one host is the loopback
-(`listen_at`).
+network. So all processes are on one host, and listen at its loopback alone.
 """
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,22 +18,33 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 from weft._torch.c10d import default_store
 
-from .environment import master_address, on_one_host
-from .gate import LOOPBACK
-from .rendezvous import Rendezvous, listen_at
+from .environment import AGENT, master_address, on_one_host
+from .gate import LOOPBACK, is_loopback, ungated_error
+from .rendezvous import Rendezvous, interface_of
 from .watchdog import Watchdog
 
 _SCHEME = "weft"
+
+
+def check_one_host() -> None:
+    """Raises ConfigError where the ranks of this run are on several hosts."""
+    # others than weft may have made the process group, and say where it meets alone
+    host, port = master_address()
+    if on_one_host() or (AGENT not in os.environ and is_loopback(Rendezvous(host, port).address())):
+        return
+    raise ungated_error("MASTER_ADDR", host)
 
 
 @contextmanager
 def rpc_session(names: Sequence[str]) -> Iterator[None]:
     """The processes of the default process group can call one another, by these names, in rank
     order. Nothing times out: a connection that breaks is an error, and `train.hang_s` is for what
-    hangs."""
+    hangs. Raises ConfigError where they are on several hosts."""
+    check_one_host()
     rank, world = dist.get_rank(), dist.get_world_size()
-    # as when the process group was made, unless others than weft made it
-    listen_at(LOOPBACK if on_one_host() else Rendezvous(*master_address()).address())
+    name = interface_of(LOOPBACK)
+    if name is not None:  # whatever the environment says of other networks
+        os.environ["TP_SOCKET_IFNAME"] = name
     patience = default_store().timeout  # else torch sets the store another one
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"{_SCHEME}://", rpc_timeout=patience.total_seconds()

@@ -30,8 +30,9 @@ import os
 import resource
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,26 +40,52 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.core import ConfigError, read_file, replace_file
+from weft.core import ConfigError, WeftError, read_file, replace_file
 
 from .run_folder import METRICS, TENSORBOARD
 
 MOST_BYTES = 1 << 32  # of metrics.jsonl
+MOST_KEPT = 10_000  # lines of a process that does not write, until it may have to
 Line = Mapping[str, Any]
 
 
 class Metrics:
     """Writes the lines of a run that has done `done` steps; what an earlier run wrote about later
-    ones is dropped, if this process `writes` from now on, and not another one."""
+    ones is dropped, if this process `writes` from now on, and not another one. Who writes later
+    adds what is not there of the lines that it has kept."""
 
     def __init__(self, folder: Path, done: int, writes: bool = True):
         self._path, self._folder, self._done = folder / METRICS, folder / TENSORBOARD, done
         self._board: Any = None
+        self._writes, self._kept = writes, deque[Line](maxlen=MOST_KEPT)
+        self._there = set[tuple[int, bool]]()  # by another process, when this one began to write
         if writes and os.path.lexists(self._path):  # a link is none of weft's
             keep_until(self._path, done)
 
-    def write(self, line: Line) -> None:
-        """Append a line; it is on disk for other readers when this returns."""
+    def write(self, line: Line, leads: bool = True) -> None:
+        """Append a line; it is on disk for other readers when this returns. Who does not lead
+        keeps it: that another one has ended is known later than its last line. Raises
+        WeftError."""
+        if not leads:
+            self._writes = False
+            self._kept.append(line)
+            return
+        if not self._writes:
+            self._there = self._written_since(self._kept[0] if self._kept else line)
+        with self._on_disk():
+            for each in (*self._kept, line):
+                if _subject(each) not in self._there:
+                    self._append(each)
+        self._writes = True
+        self._kept.clear()
+
+    def _written_since(self, first: Line) -> set[tuple[int, bool]]:
+        """What another process has written from this line on."""
+        texts = keep_until(self._path, sys.maxsize) if os.path.lexists(self._path) else []
+        found = map(json.loads, texts)
+        return {_subject(line) for line in found if line["step"] >= first["step"]}
+
+    def _append(self, line: Line) -> None:
         if self._board is None:
             # imported only now: the first step need not wait for it
             from torch.utils.tensorboard import SummaryWriter
@@ -74,6 +101,8 @@ class Metrics:
     def back_to(self, step: int) -> None:
         """Drop the lines past this step: the steps are taken again."""
         self._done = step
+        self._kept.clear()
+        self._there.clear()
         if self._board is not None:
             self._board.close()
             self._board = None
@@ -83,14 +112,29 @@ class Metrics:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *error: object) -> None:
         if self._board is not None:
-            self._board.close()
+            # an error of the run comes first
+            with suppress(WeftError) if kind else nullcontext(), self._on_disk():
+                self._board.close()
+
+    @contextmanager
+    def _on_disk(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            problem = f"cannot be written ({error.strerror or error})"
+            raise WeftError(f"{self._folder.parent}: metrics {problem}; --resume goes on") from None
 
 
-def keep_until(path: Path, step: int) -> None:
+def _subject(line: Line) -> tuple[int, bool]:
+    """What a line is of: a step, or the validation after it."""
+    return line["step"], "val_loss" in line
+
+
+def keep_until(path: Path, step: int) -> list[str]:
     """Drop the lines past this step from a metrics file, and a last line that a crash cut short.
-    Raises ConfigError."""
+    Returns those that stay. Raises ConfigError."""
     kept = []
     try:
         whole = read_file(path, MOST_BYTES).decode(errors="replace")
@@ -105,6 +149,7 @@ def keep_until(path: Path, step: int) -> None:
         except (ValueError, LookupError, TypeError, RecursionError):
             break
     replace_file(path, "".join(kept))
+    return kept
 
 
 class StepTimer:

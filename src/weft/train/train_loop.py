@@ -265,9 +265,8 @@ class TrainLoop:
                 )
         self.members = members
         if self.metrics is not None:
-            self.progress.speaks = self.engine.replicas.leads
-            if self.engine.replicas.leads:
-                self.metrics.write(line)
+            self.progress.speaks = leads = self.engine.replicas.leads
+            self.metrics.write(line, leads)
         self.progress.log(line)
 
     def _evaluate(self, step: int) -> None:
@@ -291,8 +290,9 @@ class TrainLoop:
             raise WeftError(
                 f"the validation loss after step {step} is {self.val_loss}. {_advice(self.run)}"
             )
-        if self.metrics is not None and self.engine.replicas.leads:
-            self.metrics.write({"step": step, "val_loss": self.val_loss})
+        if self.metrics is not None:
+            line = {"step": step, "val_loss": self.val_loss}
+            self.metrics.write(line, self.engine.replicas.leads)
         self.progress.say(
             f"step {step}/{self.run.train.steps}  validation loss {self.val_loss:.4f}"
         )

@@ -4,7 +4,7 @@ codec's options, and the random numbers that it draws, which are held to laws.""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -26,27 +26,23 @@ HALVES = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # one rounding of a codec that rou
 
 
 class DefinedCodec:
-    """One bucket of tensors of these shapes, exchanged by the replicas that `view` sees."""
+    """One bucket of tensors of these shapes, exchanged by the replicas that `view` sees. `laws`:
+    hold what is drawn for all buckets together, by the `name` of each."""
 
-    def __init__(self, codec: Codec, shapes: Shapes, view: ReplicaView):
+    def __init__(self, codec: Codec, shapes: Shapes, view: ReplicaView, laws: DrawLaws, name: str):
         self._codec, self._shapes, self._view = codec, shapes, view
         self._states = [codec.state([], torch.zeros(0)) for _ in range(view.size)]
         self._calls = [0] * view.size
-        self._laws = DrawLaws()
+        self._laws, self._name = laws, name
         options = options_of(codec)
         args = options, shapes, view.size, view.sharded, self._noise, self._start
         self.plain: PlainCodec = plain_codec(*args)
-
-    @property
-    def broken(self) -> Sequence[str]:
-        """The laws that what was drawn has broken."""
-        return self._laws.broken
 
     def _noise(self, rank: int) -> Noise | None:
         codec, view = self._codec, self._view
         if not (isinstance(codec, MessageCodec) and codec.draws):
             return None
-        own = ReplicaView(view.size, rank, view.sharded)
+        own = replace(view, index=rank)
         generator = codec.generator(self._states[rank], own, torch.device("cpu"))
         self._calls[rank] += 1
         return partial(self._uniform, generator, rank, self._calls[rank])
@@ -55,7 +51,7 @@ class DefinedCodec:
         self, generator: torch.Generator | None, rank: int, call: int, shape: tuple[int, ...]
     ) -> Tensor:
         found = torch.rand(shape, generator=generator)
-        name = f"the rounding of {self._codec.name} by replica {rank}"
+        name = f"the rounding of {self._codec.name} by replica {rank}, of the bucket {self._name},"
         below, eps = partial(torch.clamp, min=0.0, max=1.0), torch.finfo(found.dtype).eps
         self._laws.numbers(found, below, eps, call, name)
         return found
@@ -68,6 +64,7 @@ class DefinedCodec:
             self._laws.broken.append(f"{name} is {found.numel()} numbers, not {n}")
             return torch.zeros(n, dtype=torch.float64)
         if n:
+            # all buckets begin with the same numbers
             self._laws.numbers(found, torch.special.ndtr, 0.0, 0, name)
         return found
 

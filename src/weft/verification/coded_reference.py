@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from weft.core import REPLICA_AXIS, ConfigError, Plan, ReplicaView
+from weft.core import REPLICA_AXIS, ConfigError, Plan
 from weft.nn import Randomness, is_whole_batch, model_arguments, named_inputs
 from weft.parallel import STATE_AXES
 
@@ -121,15 +121,20 @@ class _GradientExchange:
         self.samples = samples_of(plan, *(STATE_AXES if scatters else (REPLICA_AXIS,)))
         self.ranks = len(self.samples)
         view = plan.sync.replica_view(self.ranks)
-        view = ReplicaView(self.ranks, sharded=view.sharded or scatters)
+        view = replace(view, sharded=view.sharded or scatters)
         self._parcels = [] if scatters else bucket_parcels(plan)
         self._units = scattered_units(plan) if scatters else []
-        shapes = [parcel.shapes for parcel in self._parcels] or [[] for _ in self._units]
-        self._codecs = [DefinedCodec(codec, each, view) for each in shapes]
+        named = [(parcel.name, parcel.shapes) for parcel in self._parcels]
+        named = named or [(unit.name, []) for unit in self._units]
+        self._laws = DrawLaws()
+        self._codecs = [
+            DefinedCodec(codec, shapes, replace(view, bucket=name), self._laws, name)
+            for name, shapes in named
+        ]
 
     @property
     def broken(self) -> list[str]:
-        return [law for codec in self._codecs for law in codec.broken]
+        return self._laws.broken
 
     @property
     def undecided(self) -> int:

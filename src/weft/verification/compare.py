@@ -55,6 +55,7 @@ from .case import Case
 from .difference import Difference
 from .layout_result import LayoutResult
 from .reference import OVERFLOWS, Reference
+from .rounding import errors_beyond
 from .stage_values import stage_value_bytes
 from .tensor_errors import error_ratio, gradient_differences, state_errors, weight_errors
 
@@ -198,6 +199,7 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     counts = None if compiled is None or len(reference.losses) < 2 else compiled.counts
     together = replace(together, compiled=counts)
     together = replace(together, apart=engine.replicas.independent)
+    together = replace(together, beyond=errors_beyond(errors, found, case.bounds))
     delayed, workers = reference.plan is not None, tuple(case.workers)
     together = replace(together, definition=reference.definition, steps=len(reference.losses))
     return replace(together, delayed=delayed, workers=workers, bounds=case.bounds)

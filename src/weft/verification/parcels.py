@@ -40,6 +40,11 @@ class Parcel:
     parts: tuple[WeightPart, ...]
 
     @property
+    def name(self) -> str:
+        """By which it is told from others: that of its first part."""
+        return self.parts[0].name
+
+    @property
     def shapes(self) -> list[tuple[int, ...]]:
         return [part.shape for part in self.parts]
 
@@ -95,6 +100,11 @@ class ScatteredUnit:
     shapes: dict[str, tuple[int, ...]]
     ranks: int
     often: bool
+
+    @property
+    def name(self) -> str:
+        """By which it is told from others: that of its first parameter."""
+        return next(iter(self.shapes))
 
     def rows(self, whole: Mapping[str, Tensor]) -> Tensor:
         """[ranks, n]: all ranks have as many elements, with zeros after the last rows."""

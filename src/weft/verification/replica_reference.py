@@ -17,6 +17,7 @@ from weft.nn import mix_key
 from .case import Batch, Case
 from .codec_definitions import EXACT, DefinedCodec, codec_bounds, describe_codec, rounding_optimizer
 from .parcels import Parcel, parcel_of, samples_of
+from .plain.draw_laws import DrawLaws
 from .plain.replicas import RULES, PlainReplicas, Weights, mean_difference
 from .reference import Reference, reference_steps
 
@@ -99,7 +100,7 @@ class _WeightExchange:
             [] for _ in range(sync.fragments)
         ]
         self.parts: list[list[str]] = [[] for _ in range(sync.fragments)]
-        self._codec = sync.codec.name
+        self._codec, self._laws = sync.codec.name, DrawLaws()
         view = sync.replica_view(plan.layout.replica_count)
         for rank in plan.layout.replicas()[0]:
             held = [w.name for w in plan.of(rank).weights if w.trainable]
@@ -107,12 +108,13 @@ class _WeightExchange:
                 parcel = parcel_of(plan, rank, names)
                 self.parts[number] += [n for n in names if n not in self.parts[number]]
                 if sync.codec.name != "identity":
-                    coded = DefinedCodec(sync.codec, parcel.shapes, view)
+                    own = replace(view, bucket=parcel.name)
+                    coded = DefinedCodec(sync.codec, parcel.shapes, own, self._laws, parcel.name)
                     self._messages[number].append((parcel, coded))
 
     @property
     def broken(self) -> list[str]:
-        return [law for part in self._messages for _, coded in part for law in coded.broken]
+        return self._laws.broken
 
     def __call__(self, number: int, anchor: Weights, sent: Sequence[Weights]) -> Weights:
         found = {name: torch.zeros_like(value) for name, value in anchor.items()}

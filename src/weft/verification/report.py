@@ -10,6 +10,7 @@ from typing import Any
 from .coverage import Covered
 from .difference import Bounds
 from .layout_result import LayoutResult
+from .rounding import FACTOR
 from .training_check import TrainingResult
 
 Totals = dict[tuple[str, str], tuple[int, int]]
@@ -59,6 +60,8 @@ class VerifyReport:
             if not bad
             else "; these do not: " + ", ".join(bad)
         )
+        if not bad and any(result.widened for result in self.results):
+            tail += ", or below what rounding makes of them where it grows"
         trained = [result.layout for result in self.training if not result.passed]
         if trained:
             tail += f"; trained otherwise than one device: {', '.join(trained)}"
@@ -78,6 +81,7 @@ class VerifyReport:
                 "param_rel_err": _number(r.param_rel_err),
                 "worst": r.worst,
                 "first_difference": r.first or r.problem or r.stray,
+                **({"widened": r.widened} if r.widened else {}),
                 **({"compiled": asdict(r.compiled)} if r.compiled else {}),
                 "comms_predicted": _comms(r.comms_predicted),
                 "comms_seen": _comms(r.comms_seen),
@@ -127,6 +131,8 @@ def result_table(result: LayoutResult, steps: int) -> str:
         ),
         f"  worst of all      {result.worst}",
     ]
+    if result.widened:
+        lines.append(f"  rounding          {_told(result)}")
     if result.first is not None:
         lines.append(f"  first difference  {result.first}")
     if result.problem is not None:
@@ -147,6 +153,14 @@ def result_table(result: LayoutResult, steps: int) -> str:
     if not {**result.comms_predicted, **result.comms_seen}:
         lines.append("    none                          none")
     return "\n".join(lines)
+
+
+def _told(result: LayoutResult) -> str:
+    name, bound = max(result.widened.items(), key=lambda each: each[1])
+    return (
+        f"grows in this run: {len(result.widened)} bounds are {FACTOR:g} times what one device"
+        f" differs from itself by, at most {bound:.2g} ({name})"
+    )
 
 
 def _cell(total: tuple[int, int]) -> str:

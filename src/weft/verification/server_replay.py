@@ -16,7 +16,6 @@ from weft.core import (
     AsyncServers,
     ConfigError,
     Plan,
-    ReplicaView,
     bucket_owners,
     chunks_of,
     gather_json,
@@ -197,12 +196,15 @@ class _Worker:
 class _Links:
     """What arrives at a server of each worker's gradients: through a codec, if there is one."""
 
-    def __init__(self, part: Mapping[str, Tensor], sync: AsyncServers, workers: int):
+    def __init__(
+        self, part: Mapping[str, Tensor], sync: AsyncServers, workers: int, laws: DrawLaws
+    ):
         self._shapes = {name: tuple(p.shape) for name, p in part.items()}
-        shapes, view = list(self._shapes.values()), ReplicaView(2)  # the server, and the worker
+        shapes, name = list(self._shapes.values()), next(iter(part))
+        coded = range(workers if sync.codec.name != "identity" else 0)
         self.codecs = [
-            DefinedCodec(sync.codec, shapes, view)
-            for _ in range(workers if sync.codec.name != "identity" else 0)
+            DefinedCodec(sync.codec, shapes, sync.worker_view(name, worker), laws, of)
+            for worker, of in enumerate(f"{name} of worker {n}" for n in coded)
         ]
 
     def __call__(self, worker: int, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -225,10 +227,10 @@ def _replay(
     workers = [_Worker(case_of_replica(case, count, r, samples[r])) for r in range(count)]
     trained = {n: p.detach() for n, p in workers[0].params.items() if p.requires_grad}
     whose = bucket_owners([p.numel() for p in trained.values()], sync.servers)
-    servers, broken = list[PlainServer](), [*case.order_faults()]
+    servers, broken, laws = list[PlainServer](), [*case.order_faults()], DrawLaws()
     for number in sorted(set(whose)):
         part = {n: p for (n, p), s in zip(trained.items(), whose, strict=True) if s == number}
-        links, order = _Links(part, sync, count), orders[number]
+        links, order = _Links(part, sync, count, laws), orders[number]
         servers.append(PlainServer(part, case.optimizer, order, count, links))
         faults = order_faults(order, count, steps, sync.staleness)
         broken += [f"server {number}: {fault}" for fault in faults]
@@ -250,5 +252,5 @@ def _replay(
                 final |= {name: p.detach().clone() for name, p in server.params.items()}
             final |= {f"optimizer/{name}/{key}": t for name, key, t in server.state()}
         worker.found.final = final
-        worker.found.broken = (*broken, *worker.laws.broken)
+        worker.found.broken = (*broken, *laws.broken, *worker.laws.broken)
     return [(worker.found, worker.after) for worker in workers]

@@ -129,7 +129,7 @@ def weight_errors(
     """Errors of weights, by name and `when`. Those of weights whose gradient is rounding alone, as
     of a bias before a norm, count for less."""
     _, typical = norms_of(wants)
-    errors, noise = {}, _of_rounding(reference, bounds)
+    errors, noise = {}, of_rounding(reference, bounds)
     for name, p in engine.params.items():
         if name in wants:
             # elements far below the typical size are measured against that
@@ -141,7 +141,7 @@ def weight_errors(
     return errors
 
 
-def _of_rounding(reference: Reference, bounds: Bounds) -> frozenset[str]:
+def of_rounding(reference: Reference, bounds: Bounds) -> frozenset[str]:
     """Weights that got a gradient, and in no step more than rounding leaves in float64."""
     if bounds.precision != Bounds.precision or not reference.gradients:
         return frozenset()
@@ -159,7 +159,7 @@ def state_errors(
     batch norm follows the bias before it."""
     weights = {k: v for k, v in reference.final.items() if k in engine.params}
     errors = weight_errors(engine, weights, "after the last step", reference, bounds)
-    of_buffers = OF_NOISE if _of_rounding(reference, bounds) else 1.0
+    of_buffers = OF_NOISE if of_rounding(reference, bounds) else 1.0
     held: dict[str, list] = {}
     problem = None
     try:

@@ -38,6 +38,7 @@ from .mixing import mixed_samples
 from .reference import Reference, run_reference
 from .replica_reference import run_replicas
 from .report import VerifyReport
+from .rounding import may_be_rounding, measure_rounding, within_rounding
 from .server_replay import check_replayed, replayed_reference
 from .verified_settings import check_precision
 
@@ -152,9 +153,12 @@ def _check_exact(case: Case, field: str, value: str) -> None:
 def _under(case: Case, layout: str, reference: Reference) -> LayoutResult:
     names = (DRIVER, *case.workers) if case.workers else ()
     check = check_replayed if reference.replayed else check_layout
-    return run_workers(
+    result = run_workers(
         check, len(names) or Layout.parse(layout).world, case, layout, reference, names=names
     )[0]
+    if not may_be_rounding(result, case, reference):
+        return result
+    return within_rounding(result, run_workers(measure_rounding, 1, case, layout, reference)[0])
 
 
 def verify(

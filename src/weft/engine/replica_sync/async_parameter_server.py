@@ -210,12 +210,22 @@ class ParameterServer:
                 p.grad = view if reached else None
             self._optimizer.step()
             self._optimizer.zero_grad()
+            self._keep_counts()
             if self._order is not None:
                 self._order.append((True, worker))
             behind = max(self._given.get(w, 0) for w in self._clocks) - self._given[worker]
             self._clocks[worker] += 1
             self._release((worker, ticket))
         return behind
+
+    def _keep_counts(self) -> None:
+        """torch makes counts of steps, and the like, in its default dtype, which is the whole
+        process's: the thread that trains may just have another one."""
+        dtype = torch.promote_types(torch.float32, self._flat.dtype)
+        for kept in self._optimizer.state.values():
+            for key, value in kept.items():
+                if torch.is_tensor(value) and value.ndim == 0 and value.is_floating_point():
+                    kept[key] = value.to(dtype)
 
     def _reply(self, worker: int, ticket: str, group: dist.ProcessGroup, behind: int) -> None:
         """Weights, when this worker may have them."""
@@ -381,8 +391,8 @@ class AsyncWorker:
 
     @torch.no_grad()
     def _exchange(self, grads: dict[str, Tensor], rates: dict[str, float]) -> None:
-        peers = self._sync.replica_view(2, 1)
         for link in self._links.values():
+            peers = self._sync.worker_view(link.part.names[0], self._quorum.replica)
             reached = [float(name in grads) for name in link.part.names]
             parts = [
                 grads[name].reshape(-1) if name in grads else torch.zeros_like(p).reshape(-1)

@@ -33,7 +33,7 @@ from weft.core import (
 )
 from weft.parallel import Mesh
 
-from ..fsdp_units import FSDPUnits
+from ..fsdp_units import FSDPUnits, ScheduledUnit
 from .transports import BackendTransport, OwnerTransport, RingTransport
 
 Wire = RingTransport | OwnerTransport | BackendTransport
@@ -44,6 +44,7 @@ class BucketMessage:
     """What is reduced together: `flat` [n] holds tensors of these shapes, one after the other;
     `owner` sums it, where the synchroniser has owners."""
 
+    name: str
     flat: Tensor
     shapes: Shapes
     owner: int = 0
@@ -76,7 +77,7 @@ class BucketExchange:
         parcel = self._parcels[number]
         if parcel.flat.numel() == 0:  # on all its replicas
             return
-        peers = replace(self._peers, scale=self.scale)
+        peers = replace(self._peers, scale=self.scale, bucket=parcel.name)
         reduction = self._codec.reduce(parcel.flat, self.states[number], parcel.shapes, peers)
         if self._polled is not None:
             self._polled.launch(reduction, after)
@@ -112,9 +113,10 @@ class BucketExchange:
 class FSDPReduceScatter(ReduceScatter):
     """FSDP2's reduce-scatter of one unit's gradients, through a codec."""
 
-    def __init__(self, codec: Codec, unit: str, like: Tensor):
+    def __init__(self, codec: Codec, unit: ScheduledUnit, like: Tensor):
         """`like`: the gradients of all the unit's parameters, as FSDP2 lays them out for it."""
-        self._codec, self._unit, self._numel = codec, unit, like.numel()
+        self._codec, self._unit, self._numel = codec, unit.name, like.numel()
+        self._bucket = unit.trained[0]
         self.state = codec.state([tuple(like.shape)], like)
 
     def allocate(
@@ -131,7 +133,7 @@ class FSDPReduceScatter(ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         assert op == dist.ReduceOp.SUM
-        peers = ReplicaView(group.size(), group.rank(), sharded=True)
+        peers = ReplicaView(group.size(), group.rank(), sharded=True, bucket=self._bucket)
         if "residual" in self.state and input_tensor.numel() != self._numel:
             raise UnsupportedModel(
                 "sync.codec",
@@ -157,7 +159,7 @@ def codec_scatters(plan: Plan, units: FSDPUnits) -> dict[str, FSDPReduceScatter]
         for unit in units:
             like = unit.reduced()
             if like is not None:
-                found[unit.name] = FSDPReduceScatter(plan.sync.codec, unit.name, like)
+                found[unit.name] = FSDPReduceScatter(plan.sync.codec, unit, like)
                 unit.module.set_custom_reduce_scatter(found[unit.name])
     return found
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -178,8 +178,9 @@ class OuterOptimizer:
                     message.state[key].copy_(value)
                 torch.sub(message.anchor, message.sent, out=message.mean)
                 if meeting.group is not None:
+                    own = replace(peers, bucket=message.names[0])
                     reduction = self._sync.codec.reduce(
-                        message.mean, message.state, message.shapes, peers
+                        message.mean, message.state, message.shapes, own
                     )
                     run_reduction(reduction, BackendTransport([meeting.group]), None)
                     message.mean.div_(meeting.size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weft.core import Layout
 
+from ..gate import ungated_error
 from .findings import Finding, Host
 
 
@@ -14,6 +15,9 @@ def check_layout_fits(axes: str, hosts: list[Host], workers: int = 0) -> Finding
     facts = {"layout": axes, "world": world, "hosts": count, "ranks_per_host": ranks}
     if workers:
         axes = "the driver with its workers"
+    if workers and count > 1:
+        error = ungated_error("[workers]", count)
+        return Finding("layout", "wrong", error.problem, error.fix, facts)
     if over:
         fix = f"use {max(1, ranks) * count} ranks, or a number of hosts that divides {world}"
         return Finding(

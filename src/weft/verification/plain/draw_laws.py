@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 SURPRISE = 36.0  # -log of the probability that chance breaks a law
+FIRST = 64  # numbers of a draw, by which it is told from others, however many each has
 _LOG_OF_VALUES = log(2**8)  # of the fewest values that a number may have: those of bfloat16
 
 
@@ -65,7 +66,7 @@ class DrawLaws:
         if float(off) > sqrt(SURPRISE / (2 * max(1, n))) + rounding:
             self._break(f"{call} is off its distribution by {float(off):.2g}")
         if n * _LOG_OF_VALUES > SURPRISE:
-            self._once(values, step, call)
+            self._once(values.flatten()[:FIRST], step, call)
 
     def whole_numbers(self, values: Tensor, mean: float, deviation: float, call: str) -> None:
         """Independent numbers of few possible ones, with this mean and standard deviation, none

@@ -1,0 +1,117 @@
+"""What rounding alone makes of a run: how far one device comes from itself when its weights begin a
+few roundings away. Where a run amplifies that, its numbers are held to it, not to one constant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from weft.core import gather_json, whole_shard
+from weft.train import in_dtype
+
+from .case import Case
+from .difference import Bounds, Difference
+from .layout_result import LayoutResult
+from .reference import Reference, run_reference
+from .replica_reference import run_replicas
+from .tensor_errors import error_ratio, of_rounding, saved_state_errors, tensor_error
+
+ROUNDINGS = 4.0  # by how many a weight is changed, up or down: a layout sums in another order
+RUNS = 3  # with other changes
+FACTOR = 4.0  # how much further from one device a layout may be than that is from itself
+MOST = 1e-5  # a larger error is no rounding, whatever a run makes of it
+SUMMED = ("loss", "gradient", "norm", "weight")  # kinds of differences that have an error
+
+Errors = dict[str, float]
+
+
+def errors_beyond(errors: Mapping[str, Errors], found: list[Difference], bounds: Bounds) -> Errors:
+    """The errors of all ranks that are too large, by what they are of; none where something else
+    differs, or one of them is too large for rounding. Called by every rank."""
+    within = {"loss": bounds.loss, "gradient": bounds.gradient, "weight": bounds.weight}
+    mine = {
+        n: e for kind, bound in within.items() for n, e in errors[kind].items() if not e < bound
+    }
+    other = any(kind not in SUMMED for (_, kind, _), _ in found)
+    everyone = gather_json([mine, other])
+    if any(other for _, other in everyone):
+        return {}
+    largest = _largest(beyond for beyond, _ in everyone)
+    return largest if all(error < MOST for error in largest.values()) else {}
+
+
+def may_be_rounding(result: LayoutResult, case: Case, reference: Reference) -> bool:
+    """Whether it is worth measuring: all that is wrong are small errors in float64, beside a
+    reference that can be made again."""
+    again = reference.plan is None and not reference.replayed
+    exact = (reference.case or case).bounds == Bounds()
+    alone = result.problem is None and result.stray is None
+    return bool(result.beyond) and again and exact and alone
+
+
+def measure_rounding(case: Case, layout: str, reference: Reference) -> Errors:
+    """By the names of errors: how far one device comes from itself, at most, in `RUNS` runs whose
+    weights begin `ROUNDINGS` roundings away."""
+    found = []
+    for seed in range(RUNS):
+        other = replace(case, build=partial(_nearby, case.build, seed), build_deferred=None)
+        steps = len(reference.losses)
+        again = run_replicas(other, layout, steps) if reference.replicas else None
+        ours = again.replicas if again is not None else (run_reference(other, steps),)
+        pairs = zip(reference.replicas or (reference,), ours, strict=True)
+        found += [_errors_between(one, another) for one, another in pairs]
+    return _largest(found)
+
+
+def within_rounding(result: LayoutResult, measured: Errors) -> LayoutResult:
+    """The result with wider bounds where rounding grows; as it was, if they do not hold either."""
+    bounds = {name: FACTOR * measured.get(name, 0.0) for name in result.beyond}
+    if not all(error < bounds[name] for name, error in result.beyond.items()):
+        return result
+    return replace(result, first=None, widened=bounds)
+
+
+def _nearby(build: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """The model with each weight changed by a few roundings, up or down."""
+    model = in_dtype(build(), torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    change = ROUNDINGS * torch.finfo(torch.float64).eps
+    with torch.no_grad():
+        for p in model.parameters():
+            up = torch.randint(2, p.shape, generator=generator, dtype=torch.float64)
+            p.mul_(1.0 + change * (2.0 * up - 1.0))
+    return model
+
+
+def _errors_between(one: Reference, other: Reference) -> Errors:
+    """Named and measured as those of a layout are."""
+    bounds, found = Bounds(), Errors()
+    for step, (loss, norm) in enumerate(zip(one.losses, one.norms, strict=True)):
+        found[f"loss of step {step}"] = error_ratio(abs(other.losses[step] - loss), abs(loss))
+        off = abs(other.norms[step] - norm)
+        found[f"norm of all gradients at step {step}"] = error_ratio(off, norm)
+        for name, want in one.gradients[step].items():
+            got = other.gradients[step][name]
+            parts, floor = whole_shard(name, got).chunks, bounds.small * norm
+            error = tensor_error(got, parts, want, floor)
+            found[f"gradient of {name} at step {step}"] = error
+    noise = of_rounding(one, bounds)
+    for when, got, want in (
+        ("after step 0", other.updated, one.updated),
+        ("after the last step", other.final, one.final),
+    ):
+        errors = saved_state_errors(got, want, one.updated.keys(), noise, bounds)
+        found |= {f"{name} {when}": error for name, error in errors.items()}
+    return found
+
+
+def _largest(found: Iterable[Errors]) -> Errors:
+    largest = Errors()
+    for errors in found:
+        for name, error in errors.items():
+            largest[name] = max(error, largest.get(name, 0.0))
+    return largest

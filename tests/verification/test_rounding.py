@@ -1,0 +1,135 @@
+"""Where a run amplifies rounding, verify holds it to what rounding makes of it; a fault as small is
+seen all the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.cases import SUBJECTS, VOCAB, Subject
+from tests.mutants import Mutant, mutated
+from weft.optimizers import make_optimizer
+from weft.verification import verify_case
+from weft.verification.case import Case
+from weft.verification.compare import check_layout
+from weft.verification.layout_result import LayoutResult
+from weft.verification.reference import run_reference
+from weft.verification.report import VerifyReport, result_table
+from weft.verification.rounding import MOST, may_be_rounding, measure_rounding, within_rounding
+
+STEPS = 3
+UPDATE = "weft.engine.grad_update"
+
+
+class KeyBiases(nn.Module):
+    """Attention whose keys have a bias, which softmax does not see: its gradient is rounding, of
+    which RMSprop makes a step of full size."""
+
+    def __init__(self, dim: int = 32, heads: int = 4, depth: int = 3):
+        super().__init__()
+        self.embedding, self.heads = nn.Embedding(VOCAB, dim), heads
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({n: nn.Linear(dim, dim) for n in ("q", "k", "v", "out")})
+            for _ in range(depth)
+        )
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            q, k, v = (
+                block[n](x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for n in ("q", "k", "v")
+            )
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + block["out"](y.transpose(1, 2).flatten(2))
+        return self.head(self.norm(x))
+
+
+def growing() -> Case:
+    """In step 2 rounding has come to 1e-8 and more."""
+    optimizer: Any = make_optimizer("rmsprop", lr=5e-2)
+    return replace(Subject(KeyBiases).case(), optimizer=optimizer)
+
+
+def steady() -> Case:
+    return SUBJECTS["decoder"].case()
+
+
+def scaled(factor: str) -> Mutant:
+    """The gradients of every step times this."""
+    old = "scale_grads(grads.values(), factor)"
+    return Mutant(UPDATE, "GradUpdate.__call__", old, f"{old[:-1]} * ({factor}))")
+
+
+def judged(case: Case, layout: str, *mutants: Mutant) -> tuple[LayoutResult, LayoutResult]:
+    """(what verify says at first of a layout with mutants, what it says in the end)."""
+    alone = run_reference(case, STEPS)
+    with mutated(*mutants):
+        result = check_layout(case, layout, alone)
+    if not may_be_rounding(result, case, alone):
+        return result, result
+    return result, within_rounding(result, measure_rounding(case, layout, alone))
+
+
+def test_rounding_that_grows_is_no_alarm(pool: Any) -> None:
+    first, last = pool.run(judged, growing(), "tp2", world=2)[0]
+    assert not first.passed and first.beyond, "too small to need a wider bound"
+    assert last.passed, last
+    assert last.widened.keys() == first.beyond.keys()
+    assert all(first.beyond[name] < bound for name, bound in last.widened.items())
+    told = result_table(last, STEPS)
+    assert "rounding          grows in this run: " in told, told
+    report = VerifyReport((last,), STEPS)
+    assert "or below what rounding makes of them where it grows" in report.verdict()
+    assert '"widened"' in report.json()
+
+
+def test_the_command_measures_it() -> None:
+    report = verify_case(growing(), ["tp2"], STEPS)
+    assert report.passed, report.text()
+    assert report.results[0].widened
+
+
+FAULTS = [(steady, "1.0 + 1e-8"), (steady, "1.0 + 1e-7"), (growing, "1.0 + 3e-9")]
+
+
+@pytest.mark.parametrize(("case", "factor"), FAULTS)
+def test_a_fault_as_small_is_seen(pool: Any, case: Any, factor: str) -> None:
+    """It is there from the first step on, where rounding has not grown."""
+    first, last = pool.run(judged, case(), "dp2", scaled(factor), world=2)[0]
+    assert first.beyond, "too large to be taken for rounding"
+    assert not last.passed and not last.widened, last
+    assert last.first is not None
+
+
+def test_a_fault_of_one_weight_is_seen(pool: Any) -> None:
+    one = "grads['blocks.0.attention.wq.weight'].mul_(1.0 + 1e-8), scale_grads("
+    mutant = Mutant(UPDATE, "GradUpdate.__call__", "scale_grads(", one)
+    first, last = pool.run(judged, steady(), "dp2", mutant, world=2)[0]
+    assert first.beyond and not last.passed
+    assert last.first.startswith("gradient of blocks.0.attention.wq.weight ")
+
+
+def test_what_is_large_is_not_measured(pool: Any) -> None:
+    first, _ = pool.run(judged, growing(), "dp2", scaled("1.0 + 1e-4"), world=2)[0]
+    assert first.grad_rel_err > MOST
+    assert not first.passed and not first.beyond
+
+
+def test_what_has_no_error_is_not_measured(pool: Any) -> None:
+    """A batch of other samples in the last step differs by itself, whatever its numbers."""
+    case = growing()
+    other = replace(case, batch=partial(_swapped, case), whole_batch=case.whole_batch_of)
+    first, last = pool.run(judged, other, "dp2", world=2)[0]
+    assert not first.beyond and not last.passed
+
+
+def _swapped(case: Case, step: int, data_rank: int, data_size: int) -> Any:
+    found = case.batch(step, data_rank, data_size)
+    return {key: torch.roll(value, 1, 0) if step else value for key, value in found.items()}
