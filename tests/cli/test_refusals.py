@@ -197,6 +197,19 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
             "train.loss = 'weft.losses:none': weft.losses has no none",
         ),
         (
+            "train small.toml --set train.loss=torch.nn:CrossEntropyLoss",
+            "train.loss = 'torch.nn:CrossEntropyLoss': is a class, not a loss. Name a function of"
+            " (output, batch) that returns (sum, weight), such as weft.losses:classification",
+        ),
+        (
+            "train small.toml --set train.loss=torch.nn.functional:cross_entropy",
+            "train.loss = 'torch.nn.functional:cross_entropy': does not take (output, batch)",
+        ),
+        (
+            "verify small.toml --set train.loss=weft.losses:cross_entropy",
+            "train.loss = 'weft.losses:cross_entropy': does not take (output, batch)",
+        ),
+        (
             "train small.toml --set model.dims=3",
             'model.dims = 3: is no argument of weft.models:decoder. Did you mean "dim"?',
         ),

@@ -37,7 +37,7 @@ from weft.core import (
     require_known,
 )
 from weft.engine import OptimizerFactory, make_optimizer
-from weft.nn import Loss, build_hf_model, deferred_init, hf_weight_files
+from weft.nn import Loss, build_hf_model, check_loss, deferred_init, hf_weight_files
 from weft.parallel import STATE_AXES, PlanRequest, plan_from_request
 from weft.sync import make_sync
 
@@ -283,7 +283,9 @@ def build_dataset(run: RunConfig, split: str = "train") -> data.Dataset:
 
 def build_loss(run: RunConfig) -> Loss:
     """The loss of [train]: (output, batch) -> (sum, weight). Raises ConfigError."""
-    return resolve_callable(run.loss, run.folder, "train.loss")
+    found = resolve_callable(run.loss, run.folder, "train.loss")
+    check_loss(found, "train.loss", run.loss)
+    return found
 
 
 def build_optimizer(run: RunConfig) -> OptimizerFactory:
