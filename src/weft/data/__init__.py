@@ -3,8 +3,6 @@
 They are defined in `weft/train/data.py`, and imported when they are first used.
 """
 
-from lazy_loader import attach
+from weft.core import attach_face
 
-NAMES = ["Dataset", "Images", "Loader", "Text", "collate", "hf", "shapes", "stdlib", "text"]
-
-__getattr__, __dir__, __all__ = attach("weft.train", submod_attrs={"data": NAMES})
+__getattr__, __dir__, __all__ = attach_face(__name__, __file__)
