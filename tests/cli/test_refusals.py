@@ -114,6 +114,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "LOCAL_WORLD_SIZE",
         ):
             monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))  # of a machine that was not measured
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "small.toml").write_text(TINY)
@@ -154,6 +155,10 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "train small.toml --set train.batch",
             "--set = 'train.batch': has no =. Write --set train.steps=20.",
+        ),
+        (
+            "simulate small.toml",
+            "Run weft calibrate first, or name hardware, as in --cluster h100x8",
         ),
         ("train small.toml --set train.batch=0", "train.batch = 0: must be greater than 0"),
         (

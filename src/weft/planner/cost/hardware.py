@@ -221,7 +221,10 @@ def named_sheet(name: str) -> Hardware:
     if name == LOCAL:
         if not local_sheet().exists():
             raise ConfigError(
-                "--cluster", name, "this machine has not been measured", "run weft calibrate first"
+                "--cluster",
+                name,
+                "this machine has not been measured",
+                "run weft calibrate first, or name hardware, as in --cluster h100x8",
             )
         return read_sheet(local_sheet())
     if name in sheet_names():
