@@ -8,6 +8,7 @@ from .build import (
     build_plan as build_plan,
     build_skeleton as build_skeleton,
     build_sync as build_sync,
+    count_steps as count_steps,
     in_dtype as in_dtype,
     model_inputs as model_inputs,
     on_own_layout as on_own_layout,

@@ -25,6 +25,7 @@ from weft.core import (
     NO_CODE,
     ActionCosts,
     ConfigError,
+    DataError,
     Layout,
     PipelineRequest,
     Plan,
@@ -279,6 +280,20 @@ def build_dataset(run: RunConfig, split: str = "train") -> data.Dataset:
             problem = f"returns {type(made).__name__}, which has no {method}"
             raise ConfigError("data.build", name, problem, "return a map-style dataset")
     return named_samples(made, table.entries)
+
+
+def count_steps(run: RunConfig) -> RunConfig:
+    """The run with the steps of its `train.epochs`, if it has these. Raises ConfigError,
+    DataError."""
+    train = run.train
+    if train.epochs is None:
+        return run
+    batches = (samples := len(build_dataset(run))) // train.batch
+    if not (steps := round(train.epochs * batches)):
+        problem = f"has no step: {samples} samples are {batches} batches of {train.batch}"
+        fix = "use more epochs, a smaller batch, or more data"
+        raise DataError("train.epochs", train.epochs, problem, fix)
+    return run.with_steps(steps)
 
 
 def build_loss(run: RunConfig) -> Loss:

@@ -73,8 +73,9 @@ def train(
         Refusal: The run cannot be trained as it is.
         WeftError: The loss or a weight is no longer finite.
     """
+    run, asked = build.count_steps(run), build.count_steps(asked or run)
     with rpc_session((DRIVER, *run.workers)) if run.workers else nullcontext():
-        return _train(run, resume, trace, again, asked or run, compare)
+        return _train(run, resume, trace, again, asked, compare)
 
 
 def _train(
