@@ -5,7 +5,7 @@
 has a face of the same form: its docstring says what it is for and which file to open first.
 """
 
-from lazy_loader import attach_stub
+from weft.core import attach_face
 
 # Names are imported when they are first used: `weft --help` does not wait for torch.
-__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach_face(__name__, __file__)

@@ -114,6 +114,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "LOCAL_WORLD_SIZE",
         ):
             monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))  # of a machine that was not measured
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "small.toml").write_text(TINY)
@@ -155,6 +156,10 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
             "train small.toml --set train.batch",
             "--set = 'train.batch': has no =. Write --set train.steps=20.",
         ),
+        (
+            "simulate small.toml",
+            "Run weft calibrate first, or name hardware, as in --cluster h100x8",
+        ),
         ("train small.toml --set train.batch=0", "train.batch = 0: must be greater than 0"),
         (
             "train small.toml --layout dp2x",
@@ -195,6 +200,19 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "train small.toml --set train.loss=weft.losses:none",
             "train.loss = 'weft.losses:none': weft.losses has no none",
+        ),
+        (
+            "train small.toml --set train.loss=torch.nn:CrossEntropyLoss",
+            "train.loss = 'torch.nn:CrossEntropyLoss': is a class, not a loss. Name a function of"
+            " (output, batch) that returns (sum, weight), such as weft.losses:classification",
+        ),
+        (
+            "train small.toml --set train.loss=torch.nn.functional:cross_entropy",
+            "train.loss = 'torch.nn.functional:cross_entropy': does not take (output, batch)",
+        ),
+        (
+            "verify small.toml --set train.loss=weft.losses:cross_entropy",
+            "train.loss = 'weft.losses:cross_entropy': does not take (output, batch)",
         ),
         (
             "train small.toml --set model.dims=3",

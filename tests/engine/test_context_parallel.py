@@ -577,6 +577,19 @@ def test_refused_before_a_process_starts(layout: str, says: str, change: dict[st
         )
 
 
+@pytest.mark.parametrize("shape", [(4, 8), (4, 6, 8)])
+def test_rows_of_features_are_told_from_a_sequence(shape: tuple[int, ...]) -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    with pytest.raises(Refusal) as found:
+        sample = {"input": torch.randn(shape)}
+        weft.plan(net, "cp2", batch=4, loss=summed, sample=sample, inputs=["input"])
+    rows = (
+        "input is [4, 8]: features of a sample, as far as is known, and cp parts positions. Use dp"
+    )
+    assert (rows in str(found.value)) is (len(shape) == 2), str(found.value)
+    assert ("not known to be a sum over positions" in str(found.value)) is (len(shape) == 3)
+
+
 @pytest.mark.parametrize("layout", ["cp2", "cp4+gather", "dp2.cp2", "cp2.tp2", "pp2.cp2"])
 @pytest.mark.parametrize("name", EAGER)
 def test_eager_attention_as_one_device(pool: Pool, name: str, layout: str) -> None:

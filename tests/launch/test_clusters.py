@@ -576,7 +576,8 @@ def test_without_ray_a_run_by_ray_is_refused(file: Path, monkeypatch: pytest.Mon
     result = weft("ray", file)
     assert result.exit_code == 2
     assert (
-        "weft: weft launch = 'ray': needs ray. Install it: pip install weft[ray]." in result.output
+        "weft: weft launch = 'ray': needs ray. Install it: pip install \"weft[ray]\"."
+        in result.output
     )
     assert not (file.parent / "runs").exists()
     assert (

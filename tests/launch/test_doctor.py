@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from weft import launch
 from weft.cli import doctor_run_check
 from weft.cli.app import app
 from weft.core import run_config
@@ -574,11 +575,45 @@ def test_what_is_wrong_ends_with_1_and_is_in_the_object(tmp_path: Path, run_file
 
 
 @pytest.mark.parametrize(
-    "args", ["--nodes 3", "--rdzv a:1", "--nodes 0 --rdzv a:1", "--nodes 2 --rdzv a:b"]
+    "args",
+    [
+        "--nodes 3",
+        "--rdzv a:1",
+        "--nodes 0 --rdzv a:1",
+        "--nodes 2 --rdzv a:b",
+        "--layout dp2",
+        "--set train.steps=3",
+    ],
 )
 def test_what_cannot_be_asked(args: str) -> None:
     found = CliRunner().invoke(app, ["doctor", *args.split()])
     assert (found.exit_code, found.stdout) == (2, "")
+
+
+def test_a_run_is_checked_as_it_is_overridden(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its layout, its keys, and the folder that it then writes to."""
+    seen: list[checks.DoctorRequest] = []
+
+    def keep(request: checks.DoctorRequest, as_json: bool) -> bool:
+        seen.append(request)
+        return True
+
+    monkeypatch.setattr(launch, "report_doctor", keep)
+    options = ("--layout", "tp2", "--set", "train.steps=77", "--set", f"output={tmp_path / 'o'}")
+    found = CliRunner().invoke(app, ["doctor", str(run_file), *options])
+    assert found.exit_code == 0, found.output
+    run = seen[0].run()
+    assert run is not None and (str(run.layout.axes), run.train.steps) == ("tp2", 77)
+    assert seen[0].place() == tmp_path / "o"
+    (check,) = [each for each in checks.host_checks(seen[0]) if each[0] == "run file"]
+    sound = checks.run_check(check)
+    assert sound is not None and sound.facts == {"layout": "tp2", "world": 2}
+    CliRunner().invoke(app, ["doctor", str(run_file), "--layout", "tp3"])
+    (check,) = [each for each in checks.host_checks(seen[1]) if each[0] == "run file"]
+    wrong = checks.run_check(check)
+    assert wrong is not None and wrong.state == "wrong" and "tp3" in wrong.found
 
 
 def with_folder(folder: Path) -> list[int]:

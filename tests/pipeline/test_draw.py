@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -427,3 +428,47 @@ def test_a_table_with_faults_is_refused(tmp_path: Path) -> None:
     path.write_text(to_csv(schedules.make_schedule("1f1b", 2, 2)).replace("1B1", "1B1,1B1"))
     result = run(str(path))
     assert result.exit_code == 2 and "1B1 on rank 1 stands twice" in result.output
+
+
+# ---- versions of weights -------------------------------------------------------------------------
+
+
+def test_a_schedule_that_updates_in_between_shows_the_version_of_its_weights() -> None:
+    """Updates take no time by default: without it PipeDream's picture is that of 1F1B."""
+    picture = text([("pipedream", simulated("pipedream", 2, 3))], width=80).plain.splitlines()
+    assert picture[1:5] == [
+        "rank 0  F0 F1       B0--- F2 B1---    B2---",
+        "weights 0                 1        2        3",
+        "rank 1     F0 B0--- F1 B1--- F2 B2---",
+        "weights 0           1        2        3",
+    ]
+    assert picture[-1].endswith("weights: newest version")
+    assert "weights" not in text([("1f1b", simulated("1f1b", 2, 3))]).plain
+
+
+@pytest.mark.parametrize("width", [40, 60, 120])
+@pytest.mark.parametrize("colour", [False, True])
+def test_versions_stand_where_they_begin_or_not_at_all(width: int, colour: bool) -> None:
+    timeline = simulated("pipedream", 3, 30, ActionCosts(update_s=0.5))
+    lines = text([("x", timeline)], width=width, colour=colour).plain.splitlines()
+    rows = [line for line in lines if line.startswith("weights 0")]
+    assert max(map(len, rows)) <= width
+    assert len(rows) == 3
+    for row, lane in zip(rows, timeline.lanes):
+        ends = lane.updates[lane.stages[0]]
+        scale = (width - 8) / timeline.makespan_s
+        found = [(int(m[0]), m.start() - 8) for m in re.finditer(r"\d+", row)]
+        assert len(found) > 3 and [v for v, _ in found] == sorted({v for v, _ in found})
+        for version, column in found[1:-1]:
+            assert abs(column - ends[version - 1] * scale) <= 0.51
+
+
+def test_an_image_marks_each_update_with_its_version() -> None:
+    timeline = simulated("pipedream", 2, 3)
+    image = ElementTree.fromstring(svg([("pipedream", timeline)]))
+    marks = [e for e in image.iter(f"{SVG}line") if e.find(f"{SVG}title") is not None]
+    said = [str(mark.findtext(f"{SVG}title")) for mark in marks]
+    assert said[:3] == ["version 1 from 6 s", "version 2 from 9 s", "version 3 from 12 s"]
+    assert len(marks) == 6 and all(
+        float(mark.get("x1", "")) == float(mark.get("x2", "")) for mark in marks
+    )

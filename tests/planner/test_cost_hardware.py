@@ -126,6 +126,32 @@ def test_a_sheet_reads_back_what_is_written(name: str) -> None:
     assert parse_sheet(dump_toml(sheet), "again") == sheet
 
 
+@pytest.mark.parametrize(
+    ("name", "sheet"),
+    [
+        ("a100-80", "a100"),
+        ("A100-80GB", "a100"),
+        ("a100-40gb", "a100-40"),
+        ("a100-pcie-80", "a100-pcie"),
+        ("h200-141", "h200"),
+        ("l40s-48", "l40s"),
+    ],
+)
+def test_a_card_is_named_by_its_memory_too(name: str, sheet: str) -> None:
+    assert Cluster.parse(f"{name}x8") == Cluster.parse(f"{sheet}x8")
+
+
+def test_a_card_with_another_memory_is_refused_with_those_that_there_are() -> None:
+    said = (
+        r"'a100-64': no sheet is of a100 with 64 GB. Use a100 \(79.1 GiB\),"
+        r" a100-40 \(39.4 GiB\), a100-pcie"
+    )
+    with pytest.raises(ConfigError, match=said):
+        Cluster.parse("a100-64x8")
+    with pytest.raises(ConfigError, match="there is no such sheet"):
+        Cluster.parse("b300-80x8")
+
+
 def test_an_era_is_like_that_of_another_sheet_but_for_what_it_states() -> None:
     other = Cluster.parse("h100x8").hardware.eras["eager"]
     made = parse_sheet(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,20 @@ def test_json_says_all(tmp_path: Path) -> None:
             == 8
         )
     assert found["rows"][0] == found["best"]
+    assert found["steps"] == 6 and found["run_s"] == 6 * found["best"]["step_s"]
     assert found["left_out"][0] == {"axis": "ep", "sizes": [2], "why": "the model has no experts"}
+
+
+@pytest.mark.parametrize("layers", ["0", "1"])
+def test_a_decoder_of_fewer_than_two_blocks_is_searched(tmp_path: Path, layers: str) -> None:
+    run, sheet = files(tmp_path)
+    settings = ("--set", f"model.layers={layers}", "--set", "train.steps=2000000")
+    result = weft("plan", run, "--cluster", f"{sheet}x2", *settings)
+    assert result.exit_code == 0, result.output
+    assert f"parameters in {layers} blocks" in result.output
+    assert re.search(
+        r"^run      2,000,000 steps in [0-9.,]+ h, with [a-z0-9+]+$", result.output, re.M
+    )
 
 
 def test_a_whole_layout_is_priced_as_the_run_file_has_it(tmp_path: Path) -> None:
@@ -543,7 +557,7 @@ def test_workers_have_no_layout(tmp_path: Path) -> None:
         plan_run.plan_for_cluster(
             run_config.load_run(run, {"workers.big": '["blocks.0"]'}),
             f"{sheet}x2",
-            None,
+            (),
             None,
             None,
             False,

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from tests.train.test_trainer import Ramps
 from weft import checkpoint
 from weft.cli.app import app
-from weft.core import run_config, toml
+from weft.core import run_config
 from weft.core.errors import CheckpointError, ConfigError
 from weft.core.shards import whole_shard
 from weft.train import build, hf_checkpoint
@@ -187,18 +187,11 @@ def test_out_and_in_and_out(tmp_path: Path, family: str) -> None:
     assert all(torch.equal(back[name], weights[name]) for name in back)
     # a run goes on from it, and what is exported of that first is the same to the byte
     again = tmp_path / "again"
-    hf_checkpoint.export_weights(_with_run(fresh), again, step=0, shard_bytes=20_000)
+    hf_checkpoint.export_weights(Path(fresh.output), again, step=0, shard_bytes=20_000)
     for file in sorted(out.glob("*.safetensors")):
         assert (again / file.name).read_bytes() == file.read_bytes()
     train(fresh, True)
     assert checkpoint.latest_step(Path(fresh.output) / "checkpoints") == 2
-
-
-def _with_run(run: run_config.RunConfig) -> Path:
-    """A run's folder, in which `weft train` would have put the run file."""
-    folder = Path(run.output)
-    (folder / "run.toml").write_text(toml.dump_toml(run))
-    return folder
 
 
 def test_refusals(tmp_path: Path) -> None:
@@ -266,5 +259,7 @@ def test_commands(tmp_path: Path) -> None:
             str(tmp_path / "new"),
         ],
     )
-    assert brought.exit_code == 0 and "--resume" in brought.output, brought.output
+    assert brought.exit_code == 0, brought.output
+    assert f" --output {tmp_path / 'new'} --resume" in brought.output
+    assert run_config.load_run(tmp_path / "new" / "run.toml").output == str(tmp_path / "new")
     assert call(app, ["checkpoint", "show", str(tmp_path)]).exit_code == 2

@@ -3,6 +3,6 @@
 Open `app.py` first.
 """
 
-from lazy_loader import attach_stub
+from weft.core import attach_face
 
-__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach_face(__name__, __file__)

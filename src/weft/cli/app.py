@@ -8,9 +8,11 @@ saving a checkpoint; 130 interrupted.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
-from . import calibrate, checkpoint, doctor, draw, launch, plan, simulate, train, verify
+from . import calibrate, checkpoint, doctor, draw, examples, launch, plan, simulate, train, verify
 from .options import Command
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -21,8 +23,23 @@ def main() -> None:
     app(prog_name="weft")
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from weft.core import __version__
+
+        typer.echo(f"weft {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def weft() -> None:
+def weft(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
     """Train any PyTorch model on many devices, and verify that the numbers are right."""
 
 
@@ -38,3 +55,4 @@ for verb in (
     app.command(cls=Command)(verb)
 app.add_typer(checkpoint.commands, name="checkpoint")
 app.add_typer(launch.commands, name="launch")
+app.add_typer(examples.commands, name="examples")

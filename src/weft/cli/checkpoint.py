@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 
 from weft.core import ConfigError, nearest
 
-from .options import AsJson, Command, Output, Settings, exit_codes, load
+from .options import AsJson, Command, Output, Settings, exit_codes, load, repeated_options
 
 commands = typer.Typer(
     no_args_is_help=True, help="Show checkpoints; convert weights to and from Hugging Face."
@@ -86,7 +87,8 @@ def import_(
 
         run = load(run_file, settings, output=output)
         found = import_weights(source, run)
+        begin = ["weft", "train", str(run_file), *repeated_options(settings, None, output)]
         typer.echo(
-            f"{found.tensors} tensors, {found.nbytes:,} B -> {run.output}; begin: weft train"
-            f" {run_file} --resume"
+            f"{found.tensors} tensors, {found.nbytes:,} B -> {run.output}; begin:"
+            f" {shlex.join(begin)} --resume"
         )

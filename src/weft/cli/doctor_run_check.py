@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from weft.core import RunConfig, load_run
+from weft.core import RunConfig
 from weft.engine import own_device
 from weft.launch import CheckpointSize, Finding
 from weft.planner import run_precision
 from weft.train import build_skeleton, check_device, check_run
 
 
-def check_run_file(path: Path) -> Finding:
+def check_run_file(run: RunConfig) -> Finding:
     """Check what `weft train` checks before any process starts. Raises Refusal."""
-    run = load_run(path)
     check_device(check_run(run), own_device())
     axes, world = str(run.layout.axes), run.world
     found = f"a driver and {', '.join(run.workers)}" if run.workers else f"{axes}, {world} ranks"

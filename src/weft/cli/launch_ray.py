@@ -36,7 +36,7 @@ def run_on_ray(run: RunConfig, resume: bool) -> None:
         import ray.train.torch
     except ImportError as error:
         raise ConfigError(
-            "weft launch", "ray", f"needs {error.name}", "install it: pip install weft[ray]"
+            "weft launch", "ray", f"needs {error.name}", 'install it: pip install "weft[ray]"'
         ) from None
     run = run.model_copy(
         update={"output": str(Path(run.output).resolve())}

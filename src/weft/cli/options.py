@@ -93,8 +93,8 @@ def load(
     no_code: bool = False,
 ) -> RunConfig:
     """Read the run file, with the keys that the command line overrides: `settings`, and after them
-    those of other options. `further`: key -> TOML value; `no_code`: for this process and those
-    that it starts. Raises Refusal."""
+    those of other options; epochs are counted in steps. `further`: key -> TOML value; `no_code`:
+    for this process and those that it starts. Raises Refusal."""
     from weft.core import load_run
 
     if no_code:
@@ -104,7 +104,12 @@ def load(
     for key, text in (("layout.axes", layout), ("output", output)):
         if text is not None:
             overrides[key] = json.dumps(text)  # a string, even if it reads like a number
-    return load_run(path, overrides)
+    run = load_run(path, overrides)
+    if run.train.epochs is None:
+        return run
+    from weft.train import count_steps
+
+    return count_steps(run)
 
 
 def repeated_options(

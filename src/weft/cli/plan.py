@@ -23,11 +23,11 @@ def plan(
         ),
     ],
     layout: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             help=(
                 "Search only layouts of this pattern, as in tp8.* or fsdp*+zero2.tp8. A complete"
-                " layout is estimated as it is."
+                " layout is estimated as it is; give several to compare them."
             )
         ),
     ] = None,
@@ -71,7 +71,9 @@ def plan(
             write_run_file,
         )
 
-        report, laid = plan_for_cluster(run, cluster, layout, era, memory, exhaustive, explain, top)
+        report, laid = plan_for_cluster(
+            run, cluster, layout or (), era, memory, exhaustive, explain, top
+        )
         row = report.explained
         if out is not None:
             write_run_file(laid, out)

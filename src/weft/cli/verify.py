@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weft.core import ConfigError
 
 from .options import AsJson, NoCode, RunFile, Settings, exit_codes, load
+
+if TYPE_CHECKING:
+    from weft.core import Refusal, RunConfig
 
 
 def verify(
@@ -60,8 +64,6 @@ def verify(
             problem = "trains as ranks do, and [workers] has none"
             raise ConfigError("--deep", deep, problem, "leave it out")
 
-        from weft.core import Refusal
-        from weft.train import check_run
         from weft.verification import (
             coverage,
             coverage_text,
@@ -87,8 +89,7 @@ def verify(
             if getattr(run.train, key):
                 typer.echo(f"weft: train.{key} needs GPUs: verified without", err=True)
         written, run = run, on_cpus(run)
-        refused: dict[str, Refusal] = {}
-        check_run(run, layouts, refused.__setitem__ if len(layouts) > 1 else None)
+        refused = _refused_layouts(run, layouts, deep)
         float8 = run.precision.float8
         verified = verified_precision(run.precision, precision)
         if verified.float8 != float8:
@@ -125,3 +126,30 @@ def verify(
         typer.echo(report.json() if as_json else report.verdict())
         if not report.passed:
             raise typer.Exit(1)
+
+
+def _refused_layouts(run: RunConfig, layouts: Sequence[str], deep: bool) -> dict[str, Refusal]:
+    """The layouts that cannot be verified, and why. Raises Refusal if that is every one, and has
+    printed the reasons of the others then."""
+    from weft.core import Refusal
+    from weft.train import check_run
+    from weft.verification import check_deep
+
+    refused: dict[str, Refusal] = {}
+    try:
+        plans = check_run(run, layouts, refused.__setitem__ if len(layouts) > 1 else None)
+        if deep:
+            planned = [axes for axes in layouts if axes not in refused]
+            for axes, laid in zip(planned, plans, strict=True):
+                try:
+                    check_deep(axes, laid)
+                except Refusal as reason:
+                    refused[axes] = reason
+            if all(axes in refused for axes in layouts):
+                raise refused[layouts[-1]]
+    except Refusal as last:
+        for axes, why in refused.items():
+            if why is not last:
+                typer.echo(f"weft: {axes} is refused: {why}", err=True)
+        raise
+    return refused

@@ -45,6 +45,7 @@ from .errors import (
     require as require,
     require_known as require_known,
 )
+from .faces import attach_face as attach_face
 from .files import (
     check_regular as check_regular,
     printable as printable,

@@ -27,5 +27,5 @@ def import_extra(module: str, field: str, value: object, extra: str = "hf") -> A
             field,
             value,
             f"needs the package {module.split('.')[0]}",
-            f"install it: pip install weft[{extra}]",
+            f'install it: pip install "weft[{extra}]"',
         ) from error

@@ -322,6 +322,15 @@ class RunConfig(TomlTable):
         shifted = self.data.build is None or self.data.build.startswith("weft.data:")
         return "weft.losses:causal_lm" if causal and not shifted else DEFAULT_LOSS
 
+    def with_steps(self, steps: int) -> Self:
+        """The same run with so many steps in place of epochs. Raises ConfigError."""
+        tables = self.model_dump()
+        tables["train"] |= {"steps": steps, "epochs": None}
+        try:
+            return self.model_validate(tables)
+        except ValidationError as error:
+            raise toml_refusal(error, RunConfig, "run file") from None
+
     @property
     def world(self) -> int:
         """Number of processes: the layout's ranks, or a driver and its workers."""

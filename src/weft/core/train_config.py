@@ -15,7 +15,15 @@ class TrainConfig(TomlTable):
     """[train]"""
 
     batch: int = Field(gt=0, description="samples per optimizer step, over all ranks")
-    steps: int = Field(gt=0, description="number of optimizer steps")
+    # None only beside epochs, until the data are there: see weft.train.count_steps
+    steps: int = Field(  # type: ignore[assignment]
+        default=None, gt=0, description="number of optimizer steps (required without `epochs`)"
+    )
+    epochs: float | None = Field(
+        default=None,
+        gt=0,
+        description="passes over the data, in place of `steps`; a last, smaller batch is left out",
+    )
     accumulate: int = Field(
         default=1, gt=0, description="number of microbatches that the batch is divided into"
     )
@@ -155,6 +163,10 @@ class TrainConfig(TomlTable):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        if self.steps is None and self.epochs is None:
+            raise table_error("is missing", "write steps, as in 1000, or epochs", steps=None)
+        if self.steps is not None and self.epochs is not None:
+            raise table_error("is given beside steps", "leave one of them out", epochs=self.epochs)
         if self.batch % self.accumulate:
             fix = f"use a multiple of {self.accumulate}"
             raise table_error(
@@ -173,7 +185,7 @@ class TrainConfig(TomlTable):
                     raise table_error(
                         f"has no effect with compile = {self.compile!r}", fix, **{name: value}
                     )
-        if self.warmup > self.steps:
+        if self.steps is not None and self.warmup > self.steps:
             raise table_error(
                 "is longer than the whole run",
                 f"use at most steps = {self.steps}",

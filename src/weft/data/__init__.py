@@ -4,12 +4,6 @@ They are defined in `weft/train/data.py` and `weft/train/conversations.py`, and 
 are first used.
 """
 
-from lazy_loader import attach
+from weft.core import attach_face
 
-NAMES = ["Dataset", "Images", "Loader", "Text", "collate", "hf", "shapes", "stdlib", "text"]
-
-CHAT = ["Chat", "chat"]
-
-__getattr__, __dir__, __all__ = attach(
-    "weft.train", submod_attrs={"data": NAMES, "conversations": CHAT}
-)
+__getattr__, __dir__, __all__ = attach_face(__name__, __file__)

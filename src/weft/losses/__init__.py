@@ -3,21 +3,6 @@
 They are defined in `weft/nn/losses.py`, and imported when they are first used.
 """
 
-from lazy_loader import attach
+from weft.core import attach_face
 
-NAMES = [
-    "accepts_sharded_logits",
-    "causal_lm",
-    "classification",
-    "cross_entropy",
-    "is_positionwise",
-    "is_whole_batch",
-    "logits_of",
-    "mse",
-    "next_token",
-    "positionwise",
-    "vocab_parallel",
-    "whole_batch",
-]
-
-__getattr__, __dir__, __all__ = attach("weft.nn", submod_attrs={"losses": NAMES})
+__getattr__, __dir__, __all__ = attach_face(__name__, __file__)

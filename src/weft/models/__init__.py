@@ -3,8 +3,6 @@
 They are defined in `weft/nn/models/`, and imported when they are first used.
 """
 
-from lazy_loader import attach
+from weft.core import attach_face
 
-NAMES = ["convnet", "decoder"]
-
-__getattr__, __dir__, __all__ = attach("weft.nn", submod_attrs={"models": NAMES})
+__getattr__, __dir__, __all__ = attach_face(__name__, __file__)

@@ -4,6 +4,6 @@ and weft's own models.
 Open `module_roles.py` first: it finds which modules of a model can be sharded.
 """
 
-from lazy_loader import attach_stub
+from weft.core import attach_face
 
-__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach_face(__name__, __file__)

@@ -69,6 +69,7 @@ from .hf_model import (
     set_use_cache as set_use_cache,
 )
 from .local_multihead_attention import LocalMultiheadAttention as LocalMultiheadAttention
+from .loss_form import check_loss as check_loss
 from .losses import (
     Loss as Loss,
     accepts_sharded_logits as accepts_sharded_logits,

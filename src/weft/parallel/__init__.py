@@ -4,6 +4,6 @@
 Open `strategies/data.py` first, then `make_plan.py` and `apply.py`.
 """
 
-from lazy_loader import attach_stub
+from weft.core import attach_face
 
-__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach_face(__name__, __file__)

@@ -33,6 +33,7 @@ from weft.nn import (
     callable_blocks,
     chain_module,
     check_inputs,
+    check_loss,
     chosen_modules,
     find_roles,
 )
@@ -176,6 +177,8 @@ def plan_from_request(request: PlanRequest) -> Plan:
     """
     model, layout, sync, loss = request.model, request.layout, request.sync, request.loss
     _check_modules(model)
+    if loss is not None:
+        check_loss(loss)
     if request.sample:  # a worker has none
         check_inputs(model, request.inputs, request.sample)
     _check_layout(layout)

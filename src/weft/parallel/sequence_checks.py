@@ -52,7 +52,12 @@ def check_shared_sequence(
     length = sequence_length(names, sample)
     if sample and not length:
         raise no_sequence(layout, sample)
-    if loss is not None and not is_positionwise(loss):
+    unmarked = loss is not None and not is_positionwise(loss)
+    if unmarked and (rows := _feature_rows(names, sample)):
+        problem = f"{rows}: features of a sample, as far as is known, and {axis} parts positions"
+        fix = "use dp or fsdp; if dim 1 is a sequence, mark the loss @weft.losses.positionwise"
+        refuse(problem, fix)
+    if unmarked:
         refuse(
             f"the loss is not known to be a sum over positions, and {axis} parts them",
             "mark it with @weft.losses.positionwise if it is, or use weft.losses.next_token; of a"
@@ -100,6 +105,15 @@ def check_shared_sequence(
                 f" {size} ranks",
                 "use cp, whose keys travel, or a size that divides them",
             )
+
+
+def _feature_rows(names: Sequence[str], sample: Mapping[str, Tensor]) -> str:
+    """The first entry, where all that a model is given may be rows of features: numbers [samples,
+    ...] without tokens, and without features of positions. Else ""."""
+    given = {key: sample[key] for key in names if key in sample and sample[key].ndim > 1}
+    if not all(t.ndim == 2 and t.is_floating_point() for t in given.values()):
+        return ""
+    return next((f"{key} is {list(t.shape)}" for key, t in given.items()), "")
 
 
 def no_sequence(layout: Layout, batch: Mapping[str, Tensor]) -> UnsupportedModel:

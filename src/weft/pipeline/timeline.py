@@ -53,6 +53,16 @@ class Lane:
             totals[kind] = totals.get(kind, 0.0) + stop - start
         return totals
 
+    @cached_property
+    def updates(self) -> Mapping[int, tuple[float, ...]]:
+        """Stage -> when its updates end: from the i-th on, its weights are of version i + 1. Empty
+        for a synchronous schedule."""
+        ends: dict[int, list[float]] = {}
+        for label, stop in zip(self.labels, self.stop_s):
+            if not isinstance(label, str) and label.kind == "U":
+                ends.setdefault(label.stage, []).append(stop)
+        return {stage: tuple(ends[stage]) for stage in sorted(ends)}
+
     @property
     def work_s(self) -> float:
         """Seconds of this rank's actions."""

@@ -4,6 +4,6 @@ calibration.
 Open `cost/estimate.py` first, then `search/ranking.py`.
 """
 
-from lazy_loader import attach_stub
+from weft.core import attach_face
 
-__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach_face(__name__, __file__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress as Bar, TextCo
 from weft.core import (
     STAGE_AXIS,
     ConfigError,
+    LayoutError,
     RunConfig,
     dump_toml,
     nearest,
@@ -72,7 +73,7 @@ def limit_memory(cluster: Cluster, memory_gib: float | None) -> Cluster:
 def plan_for_cluster(
     run: RunConfig,
     cluster: str,
-    layout: str | None,
+    layouts: Sequence[str],
     era: str | None,
     memory_gib: float | None,
     exhaustive: bool,
@@ -84,7 +85,8 @@ def plan_for_cluster(
     Args:
         run: the run.
         cluster: hardware sheet and number of devices, as in h100x64.
-        layout: what is fixed, as in tp8.*; a whole layout is priced as it is; None: nothing.
+        layouts: what is fixed, as in tp8.*; or whole layouts, which are priced as they are; none:
+            nothing is fixed.
         era: the software to price; default: as the run has it.
         memory_gib: use no more of a device's memory.
         exhaustive: also search unusual layouts.
@@ -103,7 +105,8 @@ def plan_for_cluster(
         )
     where = limit_memory(Cluster.parse(cluster), memory_gib)
     named = era_of(where, era, run)
-    pattern = ANY if layout is None else LayoutPattern.parse(layout)
+    patterns = parse_patterns(layouts)
+    pattern, whole = patterns[0], patterns[0].exact
     asked = None if explain is None else single_layout.parse_whole_layout(explain)
     check_schedule(run)
     bare, held = build_skeleton(run), build_dataset(run)
@@ -112,22 +115,24 @@ def plan_for_cluster(
     began = time.perf_counter()
     with _bar() as progress:
         found = (
-            single_layout.price_alone(judge, question, pattern)
-            if pattern.exact
+            single_layout.rank_whole(judge, question, patterns)
+            if whole
             else rank(question, pattern, exhaustive, progress)
         )
     if not found.rows:
         raise no_candidates(question, pattern)
-    if not found.fits and not pattern.exact:
+    if not found.fits and not whole:
         raise nothing_fits(question, pattern, found, memory_gib)
-    best = judge.first(found.rows)
+    best = found.rows[0] if whole else judge.first(found.rows)
     if best is None:
         raise judge.refused[0][1]
-    others = [] if pattern.exact else baselines(question, found.devices, best, found.rows)
-    out = [] if pattern.exact else find_left_out(question, found.devices, pattern)
+    others = [] if whole else baselines(question, found.devices, best, found.rows)
+    out = [] if whole else find_left_out(question, found.devices, pattern)
     took = time.perf_counter() - began
     said = plan_notes(question, pattern, found, FeasibilityChecker(run, bare, held))
-    report = PlanReport(question, found, best, others, judge.refused, out, named, took, said)
+    report = PlanReport(
+        question, found, best, others, judge.refused, out, named, took, run.train.steps, said
+    )
     if asked is not None:
         report = replace(
             report,
@@ -136,6 +141,16 @@ def plan_for_cluster(
             ),
         )
     return report, run_with_row(run, best)
+
+
+def parse_patterns(layouts: Sequence[str]) -> list[LayoutPattern]:
+    """What each --layout says: one pattern, or whole layouts. Raises LayoutError."""
+    found = list(dict.fromkeys(LayoutPattern.parse(layout) for layout in layouts)) or [ANY]
+    for one in found:
+        if len(found) > 1 and not one.exact:
+            problem = "is a pattern, and a search has one"
+            raise LayoutError("--layout", one.text, problem, "give it alone, or whole layouts")
+    return found
 
 
 def check_schedule(run: RunConfig) -> None:
@@ -159,8 +174,14 @@ def plan_notes(
             and any(row.schedule for row in found.rows)
         )
         return [f"{name} is not searched: a whole --layout is priced with it"] if own else []
-    said = [] if found.fits else single_layout.other_ways(question, pattern, judge)
-    if found.rows[0].schedule and not isinstance(judge.run.pipeline.cut, str):
+    named = "" if len(found.rows) == 1 else "{}: "
+    said = [
+        named.format(row.layout) + way
+        for row in found.rows
+        if not row.fits
+        for way in single_layout.other_ways(question, row, judge)
+    ]
+    if any(row.schedule for row in found.rows) and not isinstance(judge.run.pipeline.cut, str):
         said.append("pipeline.cut names where stages begin: they are priced as if they were even")
     return said
 

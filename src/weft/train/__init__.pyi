@@ -8,11 +8,11 @@ from .build import (
     build_plan as build_plan,
     build_skeleton as build_skeleton,
     build_sync as build_sync,
+    count_steps as count_steps,
     in_dtype as in_dtype,
     model_inputs as model_inputs,
     on_own_layout as on_own_layout,
     replica_ranks as replica_ranks,
-    resolve_callable as resolve_callable,
     sample_batch as sample_batch,
     server_replicas as server_replicas,
     with_layout as with_layout,
@@ -39,6 +39,7 @@ from .metrics import (
     highest_over_ranks as highest_over_ranks,
     peak_memory_bytes as peak_memory_bytes,
 )
+from .named_callables import resolve_callable as resolve_callable
 from .run_checks import (
     check_device as check_device,
     check_run as check_run,

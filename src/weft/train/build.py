@@ -6,15 +6,12 @@ What a user can get wrong in naming them is refused here, before any process sta
 from __future__ import annotations
 
 import glob
-import importlib
 import inspect
 import os
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +19,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from weft.core import (
-    NO_CODE,
     ActionCosts,
     ConfigError,
+    DataError,
     Layout,
     PipelineRequest,
     Plan,
@@ -43,6 +40,7 @@ from weft.nn import (
     adapter_files,
     add_adapter,
     build_hf_model,
+    check_loss,
     deferred_init,
     hf_weight_files,
     split_adapter_tensors,
@@ -51,70 +49,8 @@ from weft.parallel import STATE_AXES, PlanRequest, plan_from_request
 from weft.sync import make_sync
 
 from . import conversations, data, lr_schedule
+from .named_callables import call_named, resolve_callable, signature_of
 from .samples import named_samples
-
-# Names of these may stand in a run file of which no code is to run.
-_OWN = ("weft.models", "weft.losses", "weft.data", "weft.optimizers")
-
-
-def resolve_callable(
-    name: str, folder: str | Path = ".", field: str = "build"
-) -> Callable[..., Any]:
-    """What `package.module:callable` names. `folder` and the current directory are importable.
-    Raises ConfigError."""
-    module_name, colon, attribute = name.partition(":")
-    if not (module_name and colon and attribute):
-        raise ConfigError(
-            field,
-            name,
-            "is not of the form package.module:callable",
-            'write as in "weft.models:decoder"',
-        )
-    if os.environ.get(NO_CODE):
-        _refuse_code(field, name, module_name, attribute)
-    for place in () if os.environ.get(NO_CODE) else (Path.cwd(), Path(folder).resolve()):
-        if str(place) not in sys.path:
-            sys.path.insert(0, str(place))
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigError(
-                field, name, f"imports {error.name}, which is not installed", "install it"
-            ) from error
-        fix = (
-            f"put {error.name.partition('.')[0]}.py beside the run file or in the current"
-            " directory, or install it"
-        )
-        raise ConfigError(field, name, f"there is no module {error.name}", fix) from error
-    except Refusal:
-        raise
-    except Exception as error:  # a user's module may fail in any way
-        problem = f"importing {module_name} fails: {type(error).__name__}: {error}"
-        raise ConfigError(field, name, problem, "correct that module") from error
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            known = [word for word in dir(found) if not word.startswith("_")]
-            raise ConfigError(field, name, f"{module_name} has no {part}", nearest(part, known))
-        found = getattr(found, part)
-    if not callable(found):
-        raise ConfigError(
-            field,
-            name,
-            f"is of type {type(found).__name__} and cannot be called",
-            "name a function",
-        )
-    return found
-
-
-def _refuse_code(field: str, name: str, module: str, attribute: str) -> None:
-    """Raises ConfigError unless this is a public name of weft: modules that weft imports would
-    lead to all the rest of Python."""
-    if module in _OWN and attribute in importlib.import_module(module).__all__:
-        return
-    problem = f"is code of the run file's own, which --no-code or {NO_CODE} rules out"
-    fix = f"name what {', '.join(_OWN)} offer, or read that code and leave --no-code out"
-    raise ConfigError(field, name, problem, fix)
 
 
 def build_model(
@@ -158,7 +94,7 @@ def build_model(
         else:
             name = str(run.model.build)
             function = resolve_callable(name, run.folder, "model.build")
-            built = _call(function, name, "model", (), run.model.arguments)
+            built = call_named(function, name, "model", (), run.model.arguments)
         if adapter is not None and isinstance(built, nn.Module):
             hf, task = run.model.hf, run.model.auto or ("causal-lm" if run.model.hf else None)
             built = add_adapter(built, adapter, task, hf and resolve_path(run, hf), ours)
@@ -296,12 +232,12 @@ def build_dataset(run: RunConfig, split: str = "train") -> data.Dataset:
         function = resolve_callable(name, run.folder, "data.build")
     if "tokenizer" in arguments and isinstance(arguments["tokenizer"], str):
         arguments["tokenizer"] = resolve_path(run, arguments["tokenizer"])
-    if "split" in _signature(function).parameters:
+    if "split" in signature_of(function).parameters:
         arguments["split"] = split
     elif split != "train":
         fix = f"give {name} a parameter split, or set train.eval_every to 0"
         raise ConfigError("data.build", name, f"has no split {split!r}", fix)
-    made = _call(function, name, "data", positional, arguments)
+    made = call_named(function, name, "data", positional, arguments)
     for method in ("__len__", "__getitem__"):
         if method not in dir(made):
             problem = f"returns {type(made).__name__}, which has no {method}"
@@ -309,9 +245,25 @@ def build_dataset(run: RunConfig, split: str = "train") -> data.Dataset:
     return named_samples(made, table.entries)
 
 
+def count_steps(run: RunConfig) -> RunConfig:
+    """The run with the steps of its `train.epochs`, if it has these. Raises ConfigError,
+    DataError."""
+    train = run.train
+    if train.epochs is None:
+        return run
+    batches = (samples := len(build_dataset(run))) // train.batch
+    if not (steps := round(train.epochs * batches)):
+        problem = f"has no step: {samples} samples are {batches} batches of {train.batch}"
+        fix = "use more epochs, a smaller batch, or more data"
+        raise DataError("train.epochs", train.epochs, problem, fix)
+    return run.with_steps(steps)
+
+
 def build_loss(run: RunConfig) -> Loss:
     """The loss of [train]: (output, batch) -> (sum, weight). Raises ConfigError."""
-    return resolve_callable(run.loss, run.folder, "train.loss")
+    found = resolve_callable(run.loss, run.folder, "train.loss")
+    check_loss(found, "train.loss", run.loss)
+    return found
 
 
 def build_optimizer(run: RunConfig) -> OptimizerFactory:
@@ -444,50 +396,3 @@ def resolve_path(run: RunConfig, path: str) -> str:
     is written."""
     below = os.path.join(run.folder, path)
     return below if path and any(True for _ in glob.iglob(below, recursive=True)) else path
-
-
-# ---- calls ---------------------------------------------------------------------------------------
-
-
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    try:
-        return inspect.signature(function)
-    except ValueError:  # some builtins have none: they take what they take
-        return inspect.signature(lambda *args, **arguments: None)
-
-
-def _call(
-    function: Callable[..., Any],
-    name: str,
-    table: str,
-    positional: tuple,
-    arguments: Mapping[str, Any],
-) -> Any:
-    """`function(*positional, **arguments)`, with the arguments checked against its signature."""
-    signature = _signature(function)
-    named = [
-        p
-        for p in signature.parameters.values()
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
-    named = named[len(positional) :]
-    if all(p.kind is not p.VAR_KEYWORD for p in signature.parameters.values()):
-        require_known(table, arguments, [p.name for p in named], f"argument of {name}")
-    for parameter in named:
-        if parameter.default is parameter.empty and parameter.name not in arguments:
-            field = f"{table}.{parameter.name}"
-            raise ConfigError(
-                field, None, f"{name} needs it", f"write {parameter.name} in [{table}]"
-            )
-    try:
-        return function(*positional, **arguments)
-    except Refusal:
-        raise
-    except (
-        TypeError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # what callables raise about their arguments
-        raise ConfigError(
-            table, dict(arguments), f"{name} fails: {error}", "correct these arguments"
-        ) from error

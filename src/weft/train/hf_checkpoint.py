@@ -39,8 +39,10 @@ from weft.core import (
     ConfigError,
     LocalShard,
     RunConfig,
+    dump_toml,
     import_extra,
     load_run,
+    replace_file,
     whole_shard,
 )
 from weft.nn import (
@@ -191,6 +193,7 @@ def import_weights(source: Path, run: RunConfig) -> Exported:
     save_checkpoint(
         folder, 0, pieces(), scalars, {"layout": "dp1", "from": source.name}, Retention(1)
     )
+    replace_file(Path(run.output) / "run.toml", dump_toml(run))  # which export reads
     return Exported(0, count, nbytes, len(read_index(folder, 0).files))
 
 

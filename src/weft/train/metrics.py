@@ -1,4 +1,4 @@
-"""What a run measures, written to metrics.jsonl and TensorBoard events.
+"""What a run measures, written to metrics.jsonl and, where TensorBoard is installed, to its events.
 
 A line of metrics.jsonl is one JSON object, of a logged step or of a validation:
 
@@ -25,6 +25,7 @@ TensorBoard has the same names, but for `tokens_per_expert`.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import resource
@@ -57,6 +58,7 @@ class Metrics:
     def __init__(self, folder: Path, done: int, writes: bool = True):
         self._path, self._folder, self._done = folder / METRICS, folder / TENSORBOARD, done
         self._board: Any = None
+        self._boards = has_tensorboard()
         self._writes, self._kept = writes, deque[Line](maxlen=MOST_KEPT)
         self._there = set[tuple[int, bool]]()  # by another process, when this one began to write
         if writes and os.path.lexists(self._path):  # a link is none of weft's
@@ -86,7 +88,7 @@ class Metrics:
         return {_subject(line) for line in found if line["step"] >= first["step"]}
 
     def _append(self, line: Line) -> None:
-        if self._board is None:
+        if self._board is None and self._boards:
             # imported only now: the first step need not wait for it
             from torch.utils.tensorboard import SummaryWriter
 
@@ -94,7 +96,7 @@ class Metrics:
             self._board = SummaryWriter(str(self._folder), purge_step=purge, flush_secs=10)
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
-        for key, value in line.items():
+        for key, value in line.items() if self._board is not None else ():
             if key != "step" and not isinstance(value, Mapping):
                 self._board.add_scalar(key, value, line["step"])
 
@@ -125,6 +127,11 @@ class Metrics:
         except OSError as error:
             problem = f"cannot be written ({error.strerror or error})"
             raise WeftError(f"{self._folder.parent}: metrics {problem}; --resume goes on") from None
+
+
+def has_tensorboard() -> bool:
+    """Whether the package that reads and writes its events is installed."""
+    return importlib.util.find_spec("tensorboard") is not None
 
 
 def _subject(line: Line) -> tuple[int, bool]:

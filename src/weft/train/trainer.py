@@ -31,7 +31,7 @@ from weft.parallel import (
 from . import build
 from .data import Dataset, Loader, NoDataset
 from .generate import sample_text, text_coder
-from .metrics import Metrics, rate_unit
+from .metrics import Metrics, has_tensorboard, rate_unit
 from .progress import Progress
 from .run_folder import (
     SAMPLE,
@@ -73,8 +73,9 @@ def train(
         Refusal: The run cannot be trained as it is.
         WeftError: The loss or a weight is no longer finite.
     """
+    run, asked = build.count_steps(run), build.count_steps(asked or run)
     with rpc_session((DRIVER, *run.workers)) if run.workers else nullcontext():
-        return _train(run, resume, trace, again, asked or run, compare)
+        return _train(run, resume, trace, again, asked, compare)
 
 
 def _train(
@@ -117,6 +118,8 @@ def _train(
     done = engine.steps_done
     if engine.codec_state_lost:
         notes.append("what codecs had kept was another layout's or codec's: it begins anew")
+    if not has_tensorboard():
+        notes.append('no events for TensorBoard: pip install "weft[tensorboard]"')
     if trace and t.steps - done < FIRST:
         problem = (
             f"leaves {t.steps - done} steps to take, and the first to be traced is number {FIRST}"

@@ -4,6 +4,6 @@ Open `verify_model.py` first, then `compare.py`. The package is not called `veri
 `weft.verify` is the function.
 """
 
-from lazy_loader import attach_stub
+from weft.core import attach_face
 
-__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)
+__getattr__, __dir__, __all__ = attach_face(__name__, __file__)

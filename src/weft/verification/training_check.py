@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from weft.checkpoint import CHECKPOINTS, CheckpointReader, checkpoint_path, read_index
-from weft.core import ConfigError, RunConfig, WorkerDied
+from weft.core import ConfigError, Plan, RunConfig, WorkerDied
 from weft.engine import Float64Mode
 from weft.launch import ScratchFolder, run_workers
-from weft.train import METRICS, build_lr_factor, check_run, on_own_layout, train
+from weft.train import METRICS, build_lr_factor, on_own_layout, train
 
 from .case import Batch, Case, to_float64
 from .difference import Bounds
@@ -93,6 +93,14 @@ class _Trained:
     scalars: dict[str, Any]
 
 
+def check_deep(layout: str, plan: Plan) -> None:
+    """Raises ConfigError for a layout that updates weights late, which is not how one device
+    trains."""
+    if plan.schedule.versions:
+        problem = f"compares with one device, and {layout} updates weights late"
+        raise ConfigError("--deep", True, problem, "leave --deep or this layout out")
+
+
 def verify_training(
     run: RunConfig,
     case: Case,
@@ -108,14 +116,7 @@ def verify_training(
         validation: the whole batch of this number of a validation.
         layouts: the layouts.
         done: gets each result when it is there.
-
-    Raises:
-        ConfigError: A layout updates weights late, which is not how one device trains.
     """
-    for layout in layouts:
-        if check_run(on_own_layout(run, layout))[0].schedule.versions:
-            problem = f"compares with one device, and {layout} updates weights late"
-            raise ConfigError("--deep", True, problem, "leave --deep or this layout out")
     defined = define_training(run, case, validation)
     happened = tuple(sorted({what for each in defined for what in each.trajectory.happened}))
     results = []

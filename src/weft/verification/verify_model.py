@@ -110,8 +110,9 @@ def _references(case: Case, layouts: Sequence[str], steps: int) -> list[Referenc
             if case.precision != "fp64":
                 problem = f"{layout} updates weights late, which is verified in float64 alone"
                 fix = "verify it in fp64, or a synchronous schedule such as 1f1b"
-                raise ConfigError("--precision", case.precision, problem, fix)
-            found.append(run_delayed(case, layout, steps))
+                found.append(ConfigError("--precision", case.precision, problem, fix))
+            else:
+                found.append(run_delayed(case, layout, steps))
         elif synced and (own := _own_definition(case, layout, steps)) is not None:
             found.append(own)
         else:

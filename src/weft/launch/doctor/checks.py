@@ -15,7 +15,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from weft.core import Refusal, RunConfig, load_run
+from weft.core import Refusal, RunConfig
 
 from ..rendezvous import Rendezvous
 from . import (
@@ -49,7 +49,7 @@ Check = tuple[str, float, Callable[..., Finding | None]]  # its name, the second
 class RunChecks:
     """What the caller knows of runs: how a run file is checked, and how large a checkpoint is."""
 
-    check_run_file: Callable[[Path], Finding]
+    check_run_file: Callable[[RunConfig], Finding]
     checkpoint_size: Callable[[RunConfig], folder.CheckpointSize]
 
 
@@ -59,12 +59,14 @@ class DoctorRequest:
 
     Attributes:
         weft: The version of weft.
+        load: Reads the run file, if one is to be checked. Raises Refusal.
+        folder: The folder that is checked. Default: the run file's output.
         hosts: The least and the most hosts that look together; None for this host alone.
         run_checks: How a run file is checked; without it only the machine is.
     """
 
     weft: str
-    run_file: Path | None = None
+    load: Callable[[], RunConfig] | None = None
     folder: Path | None = None
     hosts: tuple[int, int] | None = None
     meeting: Rendezvous = network.ANYWHERE
@@ -73,7 +75,7 @@ class DoctorRequest:
     def run(self) -> RunConfig | None:
         """The run file's, if it is sound so far."""
         with suppress(Refusal):
-            return None if self.run_file is None else load_run(self.run_file)
+            return None if self.load is None else self.load()
         return None
 
     def place(self) -> Path | None:
@@ -101,11 +103,15 @@ def host_checks(asked: DoctorRequest) -> Iterator[Check]:
         yield "folder", 60, partial(folder.folder, place)
     if asked.run_checks is None:
         return
-    if asked.run_file is not None:
-        yield "run file", 120, partial(asked.run_checks.check_run_file, asked.run_file)
+    if asked.load is not None:
+        yield "run file", 120, partial(_check_run_file, asked.load, asked.run_checks)
     if run is not None and place is not None:
         size = asked.run_checks.checkpoint_size
         yield "room", 120, partial(folder.checkpoint_room, run, place, size)
+
+
+def _check_run_file(load: Callable[[], RunConfig], checks: RunChecks) -> Finding:
+    return checks.check_run_file(load())
 
 
 def network_checks(asked: DoctorRequest, hosts: list[Host]) -> Iterator[Check]:

@@ -116,7 +116,7 @@ class Decoder(nn.Module):
         mixture: Mapping[str, Any] | None,
     ):
         super().__init__()
-        self.seq_len, self.rope_base = seq_len, rope_base
+        self.seq_len, self.rope_base, self.head_dim = seq_len, rope_base, dim // heads
         self.embedding = nn.Embedding(vocab, dim)
         self.dropout = nn.Dropout(dropout)
 
@@ -149,8 +149,7 @@ class Decoder(nn.Module):
         x = self.dropout(self.embedding(input_ids))
         mask = None if position_ids is None else causal_mask(position_ids)
         # not of x: so each stage of a pipeline makes the table itself, and none is sent
-        width = self.blocks[0].attention.head_dim
-        rotary = rotary_table(input_ids.size(1), width, self.rope_base, x, position_ids)
+        rotary = rotary_table(input_ids.size(1), self.head_dim, self.rope_base, x, position_ids)
         for block in self.blocks:
             x = block(x, rotary, mask)
         return self.head(self.norm(x))

@@ -62,6 +62,11 @@ def kinds(timelines: Labelled) -> list[str]:
     return [of for of in NAMES if of in found] + sorted(found - set(NAMES))
 
 
+def updates(timelines: Labelled) -> bool:
+    """Whether stages update their weights while others compute."""
+    return any(lane.updates for _, timeline in timelines for lane in timeline.lanes)
+
+
 def span_s(timelines: Labelled) -> float:
     """Seconds of the time axis."""
     return max((timeline.makespan_s for _, timeline in timelines), default=0.0)

@@ -4,7 +4,7 @@ time axis."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -20,7 +20,8 @@ TALL = 640.0  # what the lanes of one timeline share
 CURVE = 0.6  # of a lane
 LINE = 18.0  # of writing
 DIGIT, LETTER = 6.3, 6.9  # widths, at font sizes 11 and 12
-LIVE = "#c3a5c3"
+MARK = 2.5  # of an update
+LIVE, VERSION = "#c3a5c3", "#8a4b00"
 BORDER = (
     3.0  # cells narrower than this have no border of their own: neighbours of one colour are one
 )
@@ -116,6 +117,8 @@ def _panel(page: _Page, name: str, timeline: Timeline, top: float) -> Iterator[s
         y = first + rank * pitch
         yield from _lane(page, spans, y, lane)
         yield _curve(page, timeline, rank, y + lane, CURVE * lane - 2, highest)
+        for ends in spans.updates.values():
+            yield from _versions(page, ends, y, lane)
         if rank % every == 0:
             base = y + min(lane / 2 + 4, pitch)
             yield svg_text(page.left - 8, base, f"rank {rank}", 'text-anchor="end"')
@@ -180,6 +183,22 @@ def _lane(page: _Page, lane: Lane, y: float, height: float) -> Iterator[str]:
             yield cell(*held)
 
 
+def _versions(page: _Page, ends: Sequence[float], y: float, height: float) -> Iterator[str]:
+    """A mark at each update of a stage's weights, which may take no time, and below it the version
+    that they are then, if there is room for it."""
+    paint, free = look.COLOURS["U"], -math.inf
+    for version, time in enumerate((0.0, *ends)):
+        x, wide = page.x(time), DIGIT * len(str(version))
+        if version:
+            tip = f"<title>version {version} from {look.seconds_text(time)}</title>"
+            line = f'x1="{x:.2f}" y1="{y:.2f}" x2="{x:.2f}" y2="{y + height:.2f}"'
+            yield f'<line {line} stroke="{paint}" stroke-width="{MARK}">{tip}</line>'
+        if x >= free and height >= LANE / 2:
+            style = f'font-size="10" text-anchor="middle" fill="{VERSION}"'
+            yield svg_text(x, y + height + 9, str(version), style)
+            free = x + wide + 2
+
+
 def _curve(
     page: _Page, timeline: Timeline, rank: int, y: float, height: float, highest: float
 ) -> str:
@@ -242,7 +261,10 @@ def _legend(page: _Page, timelines: Labelled, top: float) -> Iterator[str]:
                 f'<rect x="{page.left + i * 20:.2f}" y="{y:.2f}" width="18" height="13"'
                 f' fill="{paint}"/>'
             )
-        yield svg_text(page.left + len(paints) * 20 + 6, y + 11, look.NAMES.get(of, of))
+        named = look.NAMES.get(of, of)
+        if of == "U" and look.updates(timelines):
+            named += "; below it the version of the weights from then on"
+        yield svg_text(page.left + len(paints) * 20 + 6, y + 11, named)
     y = top + len(look.kinds(timelines)) * LINE
     yield f'<rect x="{page.left:.2f}" y="{y:.2f}" width="18" height="13" fill="{LIVE}"/>'
     yield svg_text(

@@ -12,6 +12,7 @@ from ..timeline import Lane, Timeline
 from . import style as look
 from .style import Labelled
 
+WEIGHTS = "weights"
 CURVE = 32  # columns of a memory curve
 RAMP, ASCII_RAMP = "▁▂▃▄▅▆▇█", ".:-=+*%@"
 Cell = tuple[str, str]  # a character and its style
@@ -24,15 +25,20 @@ def text(
 
     With `colour` a cell's background says what runs, lighter for a rank's later stages; without,
     letters do, small for later stages. Where cells do not fit, they shrink, and numbers that do not
-    fit are left out; a note says so.
+    fit are left out; a note says so. Below a rank that updates its weights in between stands their
+    version, from where it is the newest.
     """
     gutter = 2 + max(len(f"rank {len(timeline.lanes) - 1}") for _, timeline in timelines)
-    scale, note = _scale(timelines, max(width, 40) - gutter, colour)
+    gutter = max(gutter, len(WEIGHTS) + 1) if look.updates(timelines) else gutter
+    room = max(width, 40) - gutter
+    scale, note = _scale(timelines, room, colour)
     lines: list[Text] = []
     for name, timeline in timelines:
         lines += [Text(f"{name}: {look.figures_line(timeline)}", style="bold" if colour else "")]
         for rank, lane in enumerate(timeline.lanes):
             lines.append(Text(f"rank {rank}".ljust(gutter)) + _row(lane, scale, colour))
+            for ends in lane.updates.values():
+                lines.append(Text(WEIGHTS.ljust(gutter) + _versions(ends, scale, room)))
         lines += [Text(), *_table(timeline, gutter, max(width, 40), ascii_only), Text()]
     lines.append(_legend(timelines, colour))
     if note:
@@ -96,6 +102,16 @@ def _row(lane: Lane, scale: float, colour: bool) -> Text:
     return line
 
 
+def _versions(ends: Sequence[float], scale: float, room: int) -> str:
+    """The version of a stage's weights, where it begins; one that does not fit is left out."""
+    row = ""
+    for version, time in enumerate((0.0, *ends)):
+        column = min(int(time * scale + 0.5 + 1e-6), room - len(str(version)))
+        if len(row) < column or not version:
+            row = row.ljust(column) + str(version)
+    return row
+
+
 def _content(letter: str, microbatch: str, width: int) -> str:
     """A cell: letter and number, a rule for the rest, a blank before the next. `0F3` in 5 columns:
     `F3-- `."""
@@ -153,6 +169,8 @@ def _legend(timelines: Labelled, colour: bool) -> Text:
                 *(("  ", f"on {look.COLOURS.get(of, look.OTHER)}") if colour else ("~", ""))
             )
             line.append(f" {of}   ")
+    if look.updates(timelines):
+        line.append(f"{WEIGHTS}: newest version   ")
     if chunks > 1:
         line.append(
             "lighter: a rank's later stages" if colour else "small letters: a rank's later stages"

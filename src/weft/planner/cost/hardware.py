@@ -21,6 +21,7 @@ from weft.core import ConfigError, TomlTable, nearest, read_file, table_error, t
 SHEETS = Path(__file__).parents[1] / "hardware"
 LOCAL = "local"  # the sheet that `weft calibrate` writes
 GIB = 2.0**30
+KEPT = 0.9  # of the memory that a card is sold with, at least so much is there
 
 Share = Annotated[float, Field(gt=0, le=1.5)]
 Count = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -216,21 +217,34 @@ def local_sheet() -> Path:
 
 
 def named_sheet(name: str) -> Hardware:
-    """The sheet of this name. Raises ConfigError."""
+    """The sheet of this name, or of a card and its memory, as in a100-80. Raises ConfigError."""
     if name == LOCAL:
         if not local_sheet().exists():
             raise ConfigError(
-                "--cluster", name, "this machine has not been measured", "run weft calibrate first"
+                "--cluster",
+                name,
+                "this machine has not been measured",
+                "run weft calibrate first, or name hardware, as in --cluster h100x8",
             )
         return read_sheet(local_sheet())
-    if name not in sheet_names():
-        raise ConfigError(
-            "--cluster",
-            name,
-            "there is no such sheet",
-            nearest(name.lower(), [*sheet_names(), LOCAL]),
-        )
-    return _load_shipped(name)
+    if name in sheet_names():
+        return _load_shipped(name)
+    card = re.fullmatch(r"(.+)-([0-9]+)(?:gb?)?", name.lower())
+    family = [] if card is None else _family(card[1])
+    if card is None or not family:
+        fix = nearest(name.lower(), [*sheet_names(), LOCAL])
+        raise ConfigError("--cluster", name, "there is no such sheet", fix)
+    for sheet in family:
+        if KEPT * int(card[2]) < sheet.device.memory_gib <= int(card[2]):
+            return sheet
+    there = ", ".join(f"{sheet.name} ({sheet.device.memory_gib:g} GiB)" for sheet in family)
+    problem = f"no sheet is of {card[1]} with {card[2]} GB"
+    raise ConfigError("--cluster", name, problem, f"use {there}")
+
+
+def _family(card: str) -> list[Hardware]:
+    """The sheets of a card in all its forms, the plain one first."""
+    return [_load_shipped(name) for name in sheet_names() if f"{name}-".startswith(f"{card}-")]
 
 
 @cache

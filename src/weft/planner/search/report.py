@@ -8,6 +8,7 @@ from typing import Any
 
 from weft.core import Refusal
 
+from ..cluster_sim.report import hours_text
 from ..cost.hardware import GIB
 from .baselines import Baseline, limits
 from .candidates import LeftOut
@@ -21,8 +22,8 @@ WIDTH = 120
 @dataclass(frozen=True)
 class PlanReport:
     """`best`: the first row that weft itself would lay so; `refused`: those before it; `left_out`
-    by the rules. `took_s`: seconds of the search. `era`: what the software is priced as. `notes`:
-    what else is to be known. `explained`: what was asked about."""
+    by the rules. `took_s`: seconds of the search. `era`: what the software is priced as. `steps` of
+    the run. `notes`: what else is to be known. `explained`: what was asked about."""
 
     question: PlanQuery
     ranked: Ranking
@@ -32,6 +33,7 @@ class PlanReport:
     left_out: Sequence[LeftOut]
     era: str
     took_s: float
+    steps: int
     notes: Sequence[str] = ()
     explained: RankedLayout | None = None
 
@@ -39,6 +41,11 @@ class PlanReport:
         """The best first, then as ranked, without those refused."""
         refused = {row.layout for row, _ in self.refused}
         return [row for row in self.ranked.rows if row.layout not in refused]
+
+    @property
+    def run_s(self) -> float:
+        """Seconds of all steps in the best layout."""
+        return self.steps * self.best.step_s
 
     def text(self, top: int) -> str:
         """As wide as WIDTH."""
@@ -75,6 +82,8 @@ class PlanReport:
             "wide": self.ranked.exhaustive,
             "took_s": self.took_s,
             "best": row_figures(self.best),
+            "steps": self.steps,
+            "run_s": self.run_s,
             "rows": [row_figures(row) for row in self.rows()[:top]],
             "losers": [
                 {
@@ -118,6 +127,9 @@ class PlanReport:
                 f" {self.took_s:.1f} s"
             ),
         ]
+        if self.best.fits:
+            took = hours_text(self.run_s)
+            lines.append(f"run      {self.steps:,} steps in {took}, with {self.best.layout}")
         if found.conventions:
             lines += wrap_parts("only", [*sorted(found.conventions), "see --exhaustive"])
         if self.left_out:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from weft.core import LayoutError, PipelineConfig, Refusal, RunConfig
+from weft.core import Layout, LayoutError, PipelineConfig, Refusal, RunConfig
 from weft.pipeline import schedule_of
 from weft.train import with_layout
 
@@ -33,16 +33,30 @@ def parse_whole_layout(layout: str) -> LayoutPattern:
     return pattern
 
 
-def price_alone(
-    checker: FeasibilityChecker, question: PlanQuery, pattern: LayoutPattern
+def rank_whole(
+    checker: FeasibilityChecker, question: PlanQuery, patterns: Sequence[LayoutPattern]
 ) -> Ranking:
-    """A layout that is given whole, with the microbatches, recomputation and schedule of the run
-    file."""
-    _check(question, pattern, checker, "--layout")
-    one = _written_layout(checker.run, pattern)
-    rows = simulate_rows(question, rows_of(question, one))
-    world = int(one.choices.world[0])
-    return Ranking(tuple(rows), rows[0].fits, 1, sum(row.simulated for row in rows), world, True)
+    """Layouts that are given whole, with the microbatches, recomputation and schedule of the run
+    file. Those that weft would not lay so are left out, among `checker.refused`. Raises Refusal,
+    also where none is left."""
+    rows: list[RankedLayout] = []
+    for pattern in patterns:
+        _check(question, pattern, checker, "--layout")
+        one = _written_layout(checker.run, pattern)
+        (row,) = simulate_rows(question, rows_of(question, one))
+        if checker.first((row,)) is not None:
+            rows.append(row)
+    if not rows:
+        raise checker.refused[0][1]
+    rows.sort(key=lambda row: (max(row.over_bytes, 0), row.step_s))
+    return Ranking(
+        tuple(rows),
+        rows[0].fits,
+        len(patterns),
+        sum(row.simulated for row in rows),
+        max(Layout.parse(row.layout).world for row in rows),
+        exhaustive=True,
+    )
 
 
 def _written_layout(run: RunConfig, pattern: LayoutPattern) -> Candidates:
@@ -77,12 +91,10 @@ def _check(
         raise LayoutError(field, pattern.text, refused.problem, refused.fix) from None
 
 
-def other_ways(
-    question: PlanQuery, pattern: LayoutPattern, checker: FeasibilityChecker
-) -> list[str]:
+def other_ways(question: PlanQuery, row: RankedLayout, checker: FeasibilityChecker) -> list[str]:
     """How a layout that does not fit would, in the schedule that it has; or by how much it never
     does."""
-    one = _written_layout(checker.run, pattern)
+    one = row.chosen
     best = _best_way(question, one, [_schedule(one)], checker)
     if best is None:
         return []

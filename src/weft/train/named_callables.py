@@ -1,0 +1,120 @@
+"""What a `package.module:callable` of a run file names, and its call with a table's arguments."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from weft.core import NO_CODE, ConfigError, Refusal, nearest, require_known
+
+# Names of these may stand in a run file of which no code is to run.
+_OWN = ("weft.models", "weft.losses", "weft.data", "weft.optimizers")
+
+
+def resolve_callable(
+    name: str, folder: str | Path = ".", field: str = "build"
+) -> Callable[..., Any]:
+    """What `package.module:callable` names. `folder` and the current directory are importable.
+    Raises ConfigError."""
+    module_name, colon, attribute = name.partition(":")
+    if not (module_name and colon and attribute):
+        raise ConfigError(
+            field,
+            name,
+            "is not of the form package.module:callable",
+            'write as in "weft.models:decoder"',
+        )
+    if os.environ.get(NO_CODE):
+        _refuse_code(field, name, module_name, attribute)
+    for place in () if os.environ.get(NO_CODE) else (Path.cwd(), Path(folder).resolve()):
+        if str(place) not in sys.path:
+            sys.path.insert(0, str(place))
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigError(
+                field, name, f"imports {error.name}, which is not installed", "install it"
+            ) from error
+        fix = (
+            f"put {error.name.partition('.')[0]}.py beside the run file or in the current"
+            " directory, or install it"
+        )
+        raise ConfigError(field, name, f"there is no module {error.name}", fix) from error
+    except Refusal:
+        raise
+    except Exception as error:  # a user's module may fail in any way
+        problem = f"importing {module_name} fails: {type(error).__name__}: {error}"
+        raise ConfigError(field, name, problem, "correct that module") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            known = [word for word in dir(found) if not word.startswith("_")]
+            raise ConfigError(field, name, f"{module_name} has no {part}", nearest(part, known))
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(
+            field,
+            name,
+            f"is of type {type(found).__name__} and cannot be called",
+            "name a function",
+        )
+    return found
+
+
+def _refuse_code(field: str, name: str, module: str, attribute: str) -> None:
+    """Raises ConfigError unless this is a public name of weft: modules that weft imports would
+    lead to all the rest of Python."""
+    if module in _OWN and attribute in importlib.import_module(module).__all__:
+        return
+    problem = f"is code of the run file's own, which --no-code or {NO_CODE} rules out"
+    fix = f"name what {', '.join(_OWN)} offer, or read that code and leave --no-code out"
+    raise ConfigError(field, name, problem, fix)
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(function)
+    except ValueError:  # some builtins have none: they take what they take
+        return inspect.signature(lambda *args, **arguments: None)
+
+
+def call_named(
+    function: Callable[..., Any],
+    name: str,
+    table: str,
+    positional: tuple,
+    arguments: Mapping[str, Any],
+) -> Any:
+    """`function(*positional, **arguments)`, with the arguments checked against its signature."""
+    signature = signature_of(function)
+    named = [
+        p
+        for p in signature.parameters.values()
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    named = named[len(positional) :]
+    if all(p.kind is not p.VAR_KEYWORD for p in signature.parameters.values()):
+        require_known(table, arguments, [p.name for p in named], f"argument of {name}")
+    for parameter in named:
+        if parameter.default is parameter.empty and parameter.name not in arguments:
+            field = f"{table}.{parameter.name}"
+            raise ConfigError(
+                field, None, f"{name} needs it", f"write {parameter.name} in [{table}]"
+            )
+    try:
+        return function(*positional, **arguments)
+    except Refusal:
+        raise
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # what callables raise about their arguments
+        raise ConfigError(
+            table, dict(arguments), f"{name} fails: {error}", "correct these arguments"
+        ) from error

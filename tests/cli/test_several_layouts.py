@@ -1,0 +1,98 @@
+"""Commands that are given several layouts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from tests.run_files import TINY
+from weft.cli.app import app
+
+LATE = "pp2+pipedream"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with a run file of two microbatches."""
+    (tmp_path / "small.toml").write_text(
+        TINY.replace("layers = 1", "layers = 2").replace("[train]", "[train]\naccumulate = 2")
+    )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def weft_(*args: str) -> Result:
+    return CliRunner().invoke(app, args)
+
+
+def test_verify_refuses_a_layout_that_updates_late_and_verifies_the_others_in_bf16() -> None:
+    options = ("--layout", LATE, "--layout", "dp1", "--precision", "bf16")
+    result = weft_("verify", "small.toml", *options)
+    assert result.exit_code == 1, result.output
+    assert f"{LATE}: REFUSED\n  --precision = 'bf16': {LATE} updates weights late" in result.stdout
+    assert "dp1: equal" in result.stdout
+    assert f"these do not: {LATE} (refused)" in result.stdout
+
+
+def test_verify_deep_refuses_a_layout_that_updates_late_and_verifies_the_others() -> None:
+    result = weft_("verify", "small.toml", "--layout", LATE, "--layout", "dp1", "--deep")
+    assert result.exit_code == 1, result.output
+    assert f"{LATE}: REFUSED\n  --deep = True: compares with one device, and" in result.stdout
+    assert "dp1, as weft train runs it: equal" in result.stdout
+    assert f"{LATE}, as weft train" not in result.stdout
+    assert f"these do not: {LATE} (refused)" in result.stdout
+
+
+def test_verify_gives_the_reason_of_each_layout_where_it_refuses_all() -> None:
+    result = weft_("verify", "small.toml", "--layout", "tp3", "--layout", LATE, "--deep")
+    assert result.exit_code == 2, result.output
+    assert "weft: tp3 is refused: layout = 'tp3': " in result.stderr
+    assert f"weft: --deep = True: compares with one device, and {LATE} updates" in result.stderr
+    assert result.stdout == ""
+
+
+def planned(*layouts: str) -> Result:
+    options = [word for layout in layouts for word in ("--layout", layout)]
+    return weft_("plan", "small.toml", "--cluster", "h100x4", *options, "--json")
+
+
+def test_plan_prices_each_layout_that_it_is_given() -> None:
+    alone = [json.loads(planned(layout).stdout)["best"] for layout in ("tp2", "dp4", "pp2.dp2")]
+    result = planned("tp2", "dp4", "tp2", "pp2.dp2")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["rows"] == sorted(alone, key=lambda row: row["step_s"])
+    assert found["best"] == found["rows"][0] and found["devices"] == 4
+
+
+def test_plan_puts_what_fits_first_and_names_what_would() -> None:
+    held = {
+        row["layout"]: row["held_bytes"]
+        for row in json.loads(planned("dp4", "fsdp4").stdout)["rows"]
+    }
+    between = str((held["dp4"] + held["fsdp4"]) / 2 / 2**30)
+    options = ("--layout", "dp4", "--layout", "fsdp4", "--max-memory", between)
+    result = weft_("plan", "small.toml", "--cluster", "h100x4", *options)
+    assert result.exit_code == 0, result.output
+    head, table, *_ = result.stdout.split("\n\n")
+    assert "note     dp4: it fits with no" in head and "run      2 steps in" in head
+    assert [row.split()[1] for row in table.splitlines()[1:]] == ["fsdp4", "dp4"]
+
+
+@pytest.mark.parametrize(
+    ("layouts", "says"),
+    [
+        (("dp4", "tp3"), "--layout = 'tp3': 2 heads. Sizes that work: tp2."),
+        (("dp4", "tp2.*"), "--layout = 'tp2.*': is a pattern, and a search has one. Give it alone"),
+    ],
+)
+def test_plan_refuses_a_layout_among_several_by_its_name(
+    layouts: tuple[str, ...], says: str
+) -> None:
+    result = planned(*layouts)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert says in result.stderr
