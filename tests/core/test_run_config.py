@@ -60,7 +60,8 @@ def test_a_run_file_and_its_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "data", "loss"),
     [
-        ('hf = "config.json"', 'hf = "tokens"', "causal_lm"),
+        ('hf = "config.json"', 'hf = "texts"', "next_token"),
+        ('hf = "config.json"', 'chat = ["*.jsonl"]', "next_token"),
         ('hf = "config.json"', 'build = "mine:pairs"', "causal_lm"),
         ('hf = "config.json"', 'text = ["*.txt"]', "next_token"),
         ('hf = "config.json"', 'build = "weft.data:stdlib"', "next_token"),

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from tests.train.test_hf_checkpoint import FAMILIES, _with_run
+from tests.train.test_hf_checkpoint import FAMILIES
 from weft import checkpoint
 from weft.cli.app import app
 from weft.core import run_config
@@ -75,7 +75,7 @@ def test_an_adapter_goes_to_peft_and_into_the_weights(tmp_path: Path, base: Path
     """What is exported is what peft loads, and merged the same model; a run begins with it."""
     run = begun(tmp_path / "run", base, {**LORA, "lora_alpha": 16})
     train(run, False)
-    folder = _with_run(run)
+    folder = Path(run.output)
     out, merged = tmp_path / "adapter", tmp_path / "merged"
     found = hf_checkpoint.export_weights(folder, out)
     assert found.tensors == 2 * 3 * 2  # A and B of three linears in two layers
@@ -101,7 +101,7 @@ def test_an_adapter_goes_to_peft_and_into_the_weights(tmp_path: Path, base: Path
     model = build.build_for_ranks(again, build.sample_batch(again, build.build_dataset(again)))
     assert not any("builds the whole model" in note for note in model[1].notes)
     train(again, False)
-    hf_checkpoint.export_weights(_with_run(again), tmp_path / "further")
+    hf_checkpoint.export_weights(Path(again.output), tmp_path / "further")
     first, second = (
         load_file(each / "adapter_model.safetensors") for each in (out, tmp_path / "further")
     )
@@ -112,7 +112,7 @@ def test_an_adapter_goes_to_peft_and_into_the_weights(tmp_path: Path, base: Path
 def test_only_the_adapter_is_trained(tmp_path: Path, base: Path) -> None:
     run = begun(tmp_path / "run", base, LORA)
     train(run, False)
-    hf_checkpoint.export_weights(_with_run(run), tmp_path / "merged", merge=True)
+    hf_checkpoint.export_weights(Path(run.output), tmp_path / "merged", merge=True)
     mine = load_file(tmp_path / "merged" / "model.safetensors")
     theirs = load_file(base / "model.safetensors")
     changed = {name for name in theirs if not torch.equal(mine[name], theirs[name])}
@@ -124,7 +124,7 @@ def test_modules_that_are_trained_whole_go_with_it(tmp_path: Path, base: Path) -
     adapter = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
     run = begun(tmp_path / "run", base, adapter)
     train(run, False)
-    folder = _with_run(run)
+    folder = Path(run.output)
     hf_checkpoint.export_weights(folder, tmp_path / "adapter")
     hf_checkpoint.export_weights(folder, tmp_path / "merged", merge=True)
     plain = transformers.AutoModelForCausalLM.from_pretrained(base)
@@ -214,7 +214,7 @@ def test_export_and_import_say_what_does_not_go(tmp_path: Path, base: Path) -> N
     run = begun(tmp_path / "tiedrun", tied, {"target_modules": ["lm_head"]})
     train(run, False)
     with pytest.raises(ConfigError, match="is tied to"):
-        hf_checkpoint.export_weights(_with_run(run), tmp_path / "out", merge=True)
+        hf_checkpoint.export_weights(Path(run.output), tmp_path / "out", merge=True)
     (tmp_path / "plain.toml").write_text(
         re.sub("adapter.*\n", "", (tmp_path / "run" / "run.toml").read_text())
     )
@@ -222,4 +222,4 @@ def test_export_and_import_say_what_does_not_go(tmp_path: Path, base: Path) -> N
     run = run_config.load_run(tmp_path / "plain.toml", out)
     train(run, False)
     with pytest.raises(ConfigError, match="has no adapter"):
-        hf_checkpoint.export_weights(_with_run(run), tmp_path / "out", merge=True)
+        hf_checkpoint.export_weights(Path(run.output), tmp_path / "out", merge=True)

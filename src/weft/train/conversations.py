@@ -45,6 +45,10 @@ class Chat:
         packed: several conversations in a window; else one in each.
         padding: the token that fills the rest.
         tokenizer: of transformers, for `encode`, `decode` and `vocab`.
+
+    Example:
+        data = weft.data.chat("answers/*.jsonl", tokenizer="models/Llama-3.1-8B-Instruct")
+        data.decode(data[0]["input_ids"])
     """
 
     def __init__(
