@@ -115,8 +115,8 @@ def compared(family: Family, cell: Cell, run: RunConfig, reference: Reference, p
             check_layout, case, cell.layout, reference, world=world, timeout=TIMEOUT_S
         )
         cell = judge(cell, results[0])
-        if cell.state == "different":  # weft verify says what differs; training may refuse it
-            pool.run(first_step, case, cell.layout, world=world, timeout=TIMEOUT_S)
+        # weft verify says what differs; training may refuse it, and is to refuse nothing else
+        pool.run(first_step, case, cell.layout, world=world, timeout=TIMEOUT_S)
     except Refusal as problem:
         cell = replace(cell, state="refused", why=str(problem))
     except WorkerDied as problem:
