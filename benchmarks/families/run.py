@@ -141,7 +141,8 @@ def first_step(case: Case, layout: str) -> None:
         seed=case.seed,
         device="cpu",
     )
-    engine.step(case.batch_of(0, engine.mesh.index(*DATA_AXES), plan.data_size))
+    with case.mode():
+        engine.step(case.batch_of(0, engine.mesh.index(*DATA_AXES), plan.data_size))
 
 
 def by_options(layouts: list[str]) -> list[tuple[dict[str, str], list[str]]]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from weft._torch.modules import replace_parameters, replace_references
 from weft._torch.trees import tree_flatten
 from weft.core import is_inside
+from weft.parallel import own_forward, set_own_forward
 from weft.pipeline import copy_with_tensors
 
 
@@ -84,7 +85,7 @@ class GatheredModel:
         inside = {name: model.get_submodule(name) for name in blocks}
         self._units = _units(model, inside)
         for name, module in inside.items():
-            module.forward = partial(self._call, name, module, module.forward)  # type: ignore[method-assign]
+            set_own_forward(module, partial(self._call, name, module, own_forward(module)))
 
     @contextmanager
     def weights(self) -> Iterator[None]:
