@@ -115,8 +115,8 @@ def compared(family: Family, cell: Cell, run: RunConfig, reference: Reference, p
             check_layout, case, cell.layout, reference, world=world, timeout=TIMEOUT_S
         )
         cell = judge(cell, results[0])
-        if cell.state == "different":  # weft verify says what differs; training may refuse it
-            pool.run(first_step, case, cell.layout, world=world, timeout=TIMEOUT_S)
+        # weft verify says what differs; training may refuse it, and is to refuse nothing else
+        pool.run(first_step, case, cell.layout, world=world, timeout=TIMEOUT_S)
     except Refusal as problem:
         cell = replace(cell, state="refused", why=str(problem))
     except WorkerDied as problem:
@@ -141,7 +141,8 @@ def first_step(case: Case, layout: str) -> None:
         seed=case.seed,
         device="cpu",
     )
-    engine.step(case.batch_of(0, engine.mesh.index(*DATA_AXES), plan.data_size))
+    with case.mode():
+        engine.step(case.batch_of(0, engine.mesh.index(*DATA_AXES), plan.data_size))
 
 
 def by_options(layouts: list[str]) -> list[tuple[dict[str, str], list[str]]]:

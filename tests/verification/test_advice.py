@@ -57,8 +57,8 @@ def result(pool: Any, subject: Subject, layout: str) -> LayoutResult:
     plain = tuple((key, value) for key, value in subject.plan if key not in ("roles", "cut"))
     whole, world = reference(replace(subject, plan=plain)), weft.Layout.parse(layout).world
     found: LayoutResult = pool.run(check_layout, case, layout, whole, world=world, timeout=120)[0]
-    if not found.passed:  # weft verify says what differs; training refuses it
-        pool.run(first_step, case, layout, world=world, timeout=120)
+    # weft verify says what differs; training refuses it, and refuses nothing that is equal
+    pool.run(first_step, case, layout, world=world, timeout=120)
     return found
 
 
@@ -69,7 +69,8 @@ def first_step(case: Case, layout: str) -> None:
     plan = case.lay(model, layout)
     how = {"optimizer": case.optimizer, "loss": case.loss, "inputs": case.inputs}
     engine = Engine(model, plan, seed=case.seed, device="cpu", **how)
-    engine.step(case.batch_of(0, engine.mesh.index(*DATA_AXES), plan.data_size))
+    with case.mode():
+        engine.step(case.batch_of(0, engine.mesh.index(*DATA_AXES), plan.data_size))
 
 
 # ---- what users do -------------------------------------------------------------------------------
@@ -316,7 +317,16 @@ OF_FAMILIES: dict[str, Advice] = {
     "doge": Advice(
         of_family("doge"), "cp2", "Use dp or fsdp, or write .* under", {"cp2": written, **on("dp2")}
     ),
-    "t5": Advice(of_family("t5", "seq2seq-lm"), "cp2", "or write .* under", {"cp2": written}),
+    **{
+        name: Advice(of_family(name, "seq2seq-lm"), "cp2", "or write .* under", {"cp2": written})
+        for name in ("t5", "switch_transformers")
+    },
+    "longt5": Advice(  # with lines, the decoder is to take what the encoder has of other positions
+        of_family("longt5", "seq2seq-lm"),
+        "cp2",
+        r"^layout = 'cp2': decoder\.block\.0.* does not run on a part .* Use dp or fsdp\.$",
+        on("dp2"),
+    ),
     "xlm": Advice(
         of_family("xlm"),
         "cp2",
@@ -408,19 +418,9 @@ def follow(pool: Any, one: Advice) -> None:
     with pytest.raises(Refusal) as found:
         result(pool, one.subject, one.layout)
     assert re.search(one.says, str(found.value)), found.value
-    for layout, does in one.then.items():
-        subject, text = one.subject, str(found.value)
-        for more in (True, True, True, False):  # lines of [roles] come one by one
-            subject = does(subject, text)
-            try:
-                after = result(pool, subject, layout)
-            except Refusal as again:
-                if does is not written or not more:
-                    raise
-                text = str(again)
-                continue
-            assert after.passed, (layout, after)
-            break
+    for layout, does in one.then.items():  # all lines of [roles] are named at once
+        after = result(pool, does(one.subject, str(found.value)), layout)
+        assert after.passed, (layout, after)
 
 
 @pytest.mark.grid
@@ -489,6 +489,8 @@ DIVIDED = {  # families that were refused by mistake, or with advice that could 
     "openai-gpt": ("causal-lm", "cp2"),
     "roformer": ("causal-lm", "cp2"),
     "led": ("seq2seq-lm", "tp2"),  # reads an element before an attention that does not run in part
+    "apertus": ("causal-lm", "cp2"),  # a forward that models call by itself, run again without end
+    "gemma2": ("causal-lm", "cp2"),  # the trial gave its blocks a mask without its rule
 }
 
 

@@ -10,6 +10,7 @@ from .context_parallel.transformers_interfaces import eager_attention_by as eage
 from .engine import Engine as Engine
 from .float8_device import check_float8 as check_float8
 from .float64_mode import Float64Mode as Float64Mode
+from .forward_refusals import refuse_what_does_not_run as refuse_what_does_not_run
 from .function_overrides import (
     OPENED_FUNCTIONS as OPENED_FUNCTIONS,
     FunctionOverrides as FunctionOverrides,
@@ -45,5 +46,4 @@ from .replica_sync.outer_optimizer import message_params as message_params
 from .rpc.calls import ModuleCalls as ModuleCalls
 from .rpc.remote_engine import Remote as Remote, check_worker_plan as check_worker_plan
 from .setup import check_offload_device as check_offload_device, own_device as own_device
-from .sharding_trial import refuse_what_does_not_run as refuse_what_does_not_run
 from .whole_batch import LazyBatch as LazyBatch

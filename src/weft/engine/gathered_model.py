@@ -133,7 +133,8 @@ class GatheredModel:
         **kwargs: Any,
     ) -> Any:
         leaves, join = tree_flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        # a mask that stands for its rule has no numbers, and a copy would lose the rule
+        places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and not x.is_meta]
         made: list[Any] = []  # leaves of the output, how they are joined, where tensors are
 
         def run(tensors: Sequence[Tensor], again: bool) -> list[Tensor]:

@@ -8,7 +8,6 @@ a fault may change less than what bf16 rounds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from math import inf, isfinite, sqrt
 
@@ -17,28 +16,30 @@ from torch import nn
 
 from weft.core import (
     DTYPES,
-    EXPERTS,
     LocalShard,
     Plan,
     Refusal,
     UnsupportedModel,
     broadcast_value,
-    computes_whole_sequences,
 )
-from weft.nn import model_arguments, module_calls
-from weft.parallel import FEATURE_AXES, SEQUENCE_AXES, VOCABULARY_AXES, Mesh, parallelize
+from weft.nn import model_arguments
+from weft.parallel import SEQUENCE_AXES, Mesh, parallelize
 
-from .context_parallel.sequence import ContextParallel, MaskOfOwnKeys
+from .all_ranks_come import all_ranks_come
+from .context_parallel.sequence import ContextParallel
 from .context_parallel.whole_sequence import run_on_whole_sequences
+from .forward_refusals import CUTTING, advice, does_not_run, does_not_run_in_part
 from .function_overrides import FunctionOverrides
 from .gathered_model import copy_without_weights
 from .microbatch import Batch, MicroBatch
 from .random_projection import size_of
 from .trial_run import TrialError, TrialRecord, TrialRun
 from .trial_ways import TrialWay, positions_of, trial_ways
-from .whole_role import line_of_whole_sequences, lines_that_leave_whole
-
-_CUTTING = (*FEATURE_AXES, *VOCABULARY_AXES, EXPERTS)
+from .whole_role import (
+    MixesPositions,
+    glob_to_be_whole,
+    with_whole_sequences,
+)
 
 
 class ShardingTrial:
@@ -67,7 +68,7 @@ class ShardingTrial:
     ) -> ShardingTrial | None:
         """The trial of a model that is not sharded yet. None where nothing is cut, and without a
         sample, but for ranks that share a sequence: they take the first batch."""
-        cut = plan.layout.active_axes(*_CUTTING)
+        cut = plan.layout.active_axes(*CUTTING)
         return cls(model, plan, mesh, sequence) if sequence or (sample and cut) else None
 
     def check(self, sample: Batch, shards: Iterable[LocalShard]) -> None:
@@ -88,21 +89,21 @@ class ShardingTrial:
         if self._sequence:  # refuses what does not divide
             self._sequence.positions(self._sequence.length(sample), self._mesh.device)
         way, whole = self._whole(sample, held)
-        if self._plan.layout.active_axes(*_CUTTING):
-            self._compare(way, held, whole, None)
+        if self._plan.layout.active_axes(*CUTTING):
+            self._compare(way, held, whole, self._plan, None)
         if self._sequence:
-            self._compare(way, held, whole, self._sequence)
+            self._compare_in_part(way, held, whole)
 
     def _whole(self, sample: Batch, held: dict[str, LocalShard]) -> tuple[TrialWay, TrialRecord]:
         """What the whole model computes, in the first way in which it runs."""
         *others, last = trial_ways(self._plan, self._mesh, self._sequence, sample)
         for way in others:
             try:
-                return way, self._run(way, held, None, None)
+                return way, self._run(way, held, None, self._plan, None)
             except TrialError:
                 continue  # a kernel without this dtype, or a length that is fixed
         try:
-            return last, self._run(last, held, None, None)
+            return last, self._run(last, held, None, self._plan, None)
         except TrialError as problem:
             raise problem.__cause__ or problem from None
 
@@ -111,11 +112,12 @@ class ShardingTrial:
         way: TrialWay,
         held: dict[str, LocalShard],
         whole: TrialRecord | None,
+        plan: Plan,
         sequence: ContextParallel | None,
     ) -> TrialRecord:
-        """The model whole, or sharded where there is a record of the whole."""
-        axes = _CUTTING if sequence is None else (*_CUTTING, *SEQUENCE_AXES)
-        plan = _restricted(self._plan, axes)
+        """The model whole, or sharded by a plan where there is a record of the whole."""
+        axes = CUTTING if sequence is None else (*CUTTING, *SEQUENCE_AXES)
+        plan = _restricted(plan, axes)
         if whole is None:
             plan = replace(plan, steps=(), heads=())
         # a rounding to float8 would hide what a layout changes
@@ -131,18 +133,50 @@ class ShardingTrial:
             micro = sequence.cut(way.sample)
         return run(micro, positions_of(self._sequence, way.sample))
 
+    def _compare_in_part(
+        self, way: TrialWay, held: dict[str, LocalShard], whole: TrialRecord
+    ) -> None:
+        """Where a module needs whole sequences, the refusal names the lines of [roles] with which
+        the model is as the whole one, if there are such."""
+        plan, lines = self._plan, dict[str, None]()
+        group = self._mesh.group(*self._mesh.layout.active_axes())
+        first: MixesPositions | None = None
+        while True:
+            try:
+                self._compare(way, held, whole, plan, self._sequence)
+            except MixesPositions as problem:
+                first = first or problem
+                glob = glob_to_be_whole(self._model, plan, problem.module)
+                if glob and all_ranks_come(group, glob):
+                    plan = with_whole_sequences(self._model, plan, glob)
+                    lines = {
+                        line: None for line in (*lines, glob) if not line.startswith(f"{glob}.")
+                    }
+                    continue
+                raise first.with_lines(()) from problem
+            except Refusal as problem:
+                if first is None:
+                    raise
+                raise first.with_lines(()) from problem
+            if first is not None:
+                raise first.with_lines(lines)
+            return
+
     def _compare(
         self,
         way: TrialWay,
         held: dict[str, LocalShard],
         whole: TrialRecord,
+        plan: Plan,
         sequence: ContextParallel | None,
     ) -> None:
         try:
-            found = self._run(way, held, whole, sequence)
+            found = self._run(way, held, whole, plan, sequence)
         except TrialError as problem:
             cause = problem.__cause__ or problem
-            raise does_not_run(self._model, self._plan, problem.module, cause) from cause
+            if sequence is not None:
+                raise does_not_run_in_part(plan, problem.module, cause) from cause
+            raise does_not_run(plan, problem.module, cause) from cause
         bound, floor = bounds(way.precision)
         assert whole.output is not None
         if found.output is None:
@@ -193,68 +227,9 @@ class ShardingTrial:
         if sequence is not None:
             problem += ": it mixes or counts positions outside attention and position_ids"
             fix = "use dp or fsdp, or let its forward take position_ids, and use them"
-            if line := line_of_whole_sequences(self._model, self._plan, module):
-                fix += f"; or, if that module mixes positions, write {line} under [roles]"
-            return UnsupportedModel("layout", layout, problem, fix)
+            both = "{fix}; or, if that module mixes positions, write {lines} under [roles]"
+            return MixesPositions.of(self._plan.layout, problem, fix, module, both)
         return UnsupportedModel("layout", layout, problem, advice(self._plan, module))
-
-
-def does_not_run(
-    model: nn.Module, plan: Plan, module: str, cause: BaseException
-) -> UnsupportedModel:
-    """The refusal of a model that raises in this module where it is cut."""
-    line = next(iter(str(cause).splitlines()), "").rstrip(".") or type(cause).__name__
-    shared, where = plan.layout.active_axes(*SEQUENCE_AXES), module or "the model"
-    mask = isinstance(cause, MaskOfOwnKeys)
-    if shared and (mask or "meta" in line):  # what stands for a mask
-        whole = line_of_whole_sequences(model, plan, module)
-        problem = f"{where} computes with the attention mask, which is of other ranks' keys too"
-        fix = "use dp or fsdp"
-        if isinstance(cause, MaskOfOwnKeys):
-            problem, fix = f"{cause.problem}, in {where}", cause.fix
-        fix += f", or write {whole} under [roles]" if whole else ""
-        return UnsupportedModel("layout", str(plan.layout), problem, fix)
-    if plan.layout.active_axes(*_CUTTING):
-        problem = f"the sharded model does not run: {line}, in {where}"
-        fix = advice(plan, module)
-        if shared:
-            fix += f", or leave {' and '.join(shared)} out of the layout"
-    elif computes_whole_sequences(plan.steps, module):
-        problem = f"{where} has whole sequences, and does not run with what else enters it, which"
-        problem += f" is of this rank's positions alone: {line}"
-        fix = "use dp or fsdp"
-    else:
-        problem = f"{where} does not run on a part of the positions: {line}"
-        whole = line_of_whole_sequences(model, plan, module)
-        fix = f"use dp or fsdp{f', or write {whole} under [roles]' if whole else ''}"
-    return UnsupportedModel("layout", str(plan.layout), problem, fix)
-
-
-@contextmanager
-def refuse_what_does_not_run(model: nn.Module, plan: Plan) -> Iterator[None]:
-    """Inside this context, an error in a forward of a model that `plan` cuts is a refusal, which
-    names the module. Raises UnsupportedModel."""
-    with module_calls(model) as inside:
-        try:
-            yield
-        except Exception as problem:
-            if isinstance(problem, Refusal) and not isinstance(problem, MaskOfOwnKeys):
-                raise
-            if not inside or not plan.layout.active_axes(*_CUTTING, *SEQUENCE_AXES):
-                raise
-            raise does_not_run(model, plan, inside[-1], problem) from problem
-
-
-def advice(plan: Plan, module: str) -> str:
-    """What to do where sharding does not suit a module."""
-    lines = lines_that_leave_whole(plan, module)
-    fix = f"leave it whole: write {lines} under [roles]" if lines else "use dp, fsdp or pp"
-    if plan.layout.has_option("sequence"):
-        # what is whole there computes on a part of the positions
-        fix = f"use tp without sequence; if it is refused too, {fix}"
-    if any(step.dispatch is not None for step in plan.steps):
-        return f"experts must take each token by itself, and count themselves by num_experts; {fix}"
-    return fix
 
 
 def bounds(precision: str) -> tuple[float, float]:

@@ -1,12 +1,16 @@
-"""Which line of [roles] leaves a module whole, or its sequences."""
+"""Which lines of [roles] leave modules whole, or their sequences."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Self
 
 from torch import nn
 
-from weft.core import Plan, computes_whole_sequences, glob_of_blocks, is_inside
+from weft.core import Layout, Plan, Step, UnsupportedModel, glob_of_blocks, is_inside
+from weft.nn import WHOLE_SEQUENCE
 from weft.parallel import FEATURE_AXES, VOCABULARY_AXES
 
 
@@ -37,13 +41,55 @@ def lines_that_leave_whole(plan: Plan, module: str) -> str:
     return ", ".join(f'"{glob}" = "whole"' for glob in globs) if left else ""
 
 
-def line_of_whole_sequences(model: nn.Module, plan: Plan, module: str) -> str:
-    """A line such as `"layers.*.mixer" = "whole_sequence"` for the innermost module around this one
-    that is not torch's own; empty where it holds the blocks, and where it is written."""
+class MixesPositions(UnsupportedModel):
+    """A module does not compute on a part of the positions, and might on whole sequences.
+
+    Attributes:
+        module: where.
+        advice: how its fix is said together with lines of [roles].
+    """
+
+    module = ""
+    advice = "{fix}, or write {lines} under [roles]"
+
+    @classmethod
+    def of(cls, layout: Layout, problem: str, fix: str, module: str, advice: str = advice) -> Self:
+        made = cls("layout", str(layout), problem, fix)
+        made.module, made.advice = module, advice
+        return made
+
+    def with_lines(self, globs: Iterable[str]) -> UnsupportedModel:
+        """The refusal that names these lines too; there may be none."""
+        lines = ", ".join(f'"{glob}" = "{WHOLE_SEQUENCE}"' for glob in globs)
+        fix = self.advice.format(fix=self.fix, lines=lines) if lines else self.fix
+        return UnsupportedModel(self.field, self.value, self.problem, fix)
+
+
+def glob_to_be_whole(model: nn.Module, plan: Plan, module: str) -> str:
+    """The glob, such as "layers.*.mixer", of the innermost module around this one that has no whole
+    sequences yet and is not torch's own; empty where there is none that can have them."""
+    around = [s.module for s in plan.steps if s.whole_sequence and is_inside(module, s.module)]
+    module = around[0].rpartition(".")[0] if around else module
     while module and type(model.get_submodule(module)).__module__.startswith("torch.nn"):
         module = module.rpartition(".")[0]
-    whole = computes_whole_sequences(plan.steps, module)
-    holds = any(block != module and is_inside(block, module) for block in plan.blocks)
-    if whole or not module or holds:
+    holds = any(_is_below(block, module) for block in plan.blocks)
+    if not module or holds or plan.layout.has_option("sequence"):  # which tp's ranks part once more
         return ""
-    return f'"{glob_of_blocks(plan.blocks, module)}" = "whole_sequence"'
+    return glob_of_blocks(plan.blocks, module)
+
+
+def with_whole_sequences(model: nn.Module, plan: Plan, glob: str) -> Plan:
+    """The plan with the modules of this glob, and what is in them, on whole sequences."""
+    found = [name for name, _ in model.named_modules() if fnmatchcase(name, glob)]
+    names = [name for name in found if not any(_is_below(name, outer) for outer in found)]
+    others = (
+        step
+        for step in plan.steps
+        if not (step.whole_sequence and any(is_inside(step.module, name) for name in names))
+    )
+    steps = (Step(name, "context", whole_sequence=True) for name in names)
+    return replace(plan, steps=(*others, *steps))
+
+
+def _is_below(module: str, outer: str) -> bool:
+    return module != outer and is_inside(module, outer)

@@ -125,6 +125,7 @@ from .role_types import (
     is_linear as is_linear,
     linear_features as linear_features,
 )
+from .sequence_mixers import WHOLE_SEQUENCE as WHOLE_SEQUENCE
 from .signature import (
     check_entries as check_entries,
     check_inputs as check_inputs,

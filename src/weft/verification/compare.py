@@ -8,7 +8,7 @@ nothing is gathered but errors.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from math import prod
@@ -111,8 +111,16 @@ def make_engine(case: Case, plan: Plan, model: nn.Module) -> TrainingEngine:
         device="cpu",
         compile=case.compile,
     )
-    engine.trial = None  # what differs is to be named
     return engine
+
+
+def set_trial_aside(engine: TrainingEngine) -> Callable[[dict[str, Tensor]], None] | None:
+    """An engine's trial on a batch, which it then does not run before its first step: what differs
+    is to be named."""
+    if not isinstance(engine, Engine) or engine.trial is None:
+        return None
+    trial, engine.trial = engine.trial, None
+    return lambda batch: trial.check(batch, engine.state.weights, last=False)
 
 
 def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
@@ -121,6 +129,7 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
         with start.alone("building the model"):
             model, plan = build(case, layout, reference.plan)
         engine = make_engine(case, plan, model)
+    trial = set_trial_aside(engine)
     if reference.replicas:
         reference = reference.replicas[engine.replicas.index]
     errors: dict[str, dict[str, float]] = {"loss": {}, "gradient": {}, "weight": {}}
@@ -141,7 +150,7 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
                     Audit(engine.mesh, engine.now) as audit,
                     record_activations(engine.model, plan.microbatch, engine.now) as trace,
                     compiled.paused() if compiled is not None else nullcontext(),
-                    refuse_what_does_not_run(engine.model, plan),
+                    refuse_what_does_not_run(engine, trial, batch),
                 ):
                     result = engine.step(batch)
                 seen = audit.seen if isinstance(engine, Engine) else []

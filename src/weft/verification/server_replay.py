@@ -26,7 +26,7 @@ from weft.nn import Randomness, is_whole_batch, model_arguments, named_inputs
 
 from .case import Case
 from .codec_definitions import DefinedCodec, codec_bounds, describe_codec
-from .compare import build, hang_s, make_engine, merge_ranks, order_of
+from .compare import build, hang_s, make_engine, merge_ranks, order_of, set_trial_aside
 from .difference import Difference
 from .layout_result import LayoutResult
 from .parcels import samples_of
@@ -68,6 +68,7 @@ def check_replayed(case: Case, layout: str, reference: Reference) -> LayoutResul
     case, steps = reference.case or case, len(reference.losses)
     model, plan = build(case, layout, None)
     engine = make_engine(case, plan, model)
+    set_trial_aside(engine)
     replicas = engine.replicas
     assert isinstance(replicas, AsyncServerReplicas)
     replicas.order = []

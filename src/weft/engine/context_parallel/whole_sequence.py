@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from weft._torch.trees import tree_leaves, tree_map
-from weft.core import Plan, UnsupportedModel
+from weft.core import Plan
 from weft.nn import named_inputs
 from weft.parallel import dim_of_positions
 
-from ..whole_role import line_of_whole_sequences
+from ..whole_role import MixesPositions
 from .sequence import ContextParallel, WholeSequence, whole_mask
 
 
@@ -28,8 +28,7 @@ def run_on_whole_sequences(model: nn.Module, plan: Plan, sequence: ContextParall
     names = [step.module for step in plan.steps if step.whole_sequence] if sequence else []
     modules = {model.get_submodule(name): name for name in reversed(names)}
     for module, name in modules.items():
-        outer = line_of_whole_sequences(model, plan, name.rpartition(".")[0])
-        around = _AroundForward(name, "attention_mask" in named_inputs(module), outer, sequence)
+        around = _AroundForward(name, "attention_mask" in named_inputs(module), sequence)
         module.forward = _whole_sequence_forward(around, module.forward)  # type: ignore[method-assign]
 
 
@@ -43,14 +42,12 @@ def _whole_sequence_forward(around: _AroundForward, forward: Callable[..., Any])
 
 
 class _AroundForward:
-    """`outer`: the line of [roles] that makes the module around it compute so."""
-
-    def __init__(self, name: str, masked: bool, outer: str, sequence: ContextParallel):
-        self._name, self._masked, self._sequence, self._outer = name, masked, sequence, outer
+    def __init__(self, name: str, masked: bool, sequence: ContextParallel):
+        self._name, self._masked, self._sequence = name, masked, sequence
 
     @torch.compiler.disable
     def enter(self, args: tuple, kwargs: dict) -> tuple[WholeSequence, tuple, dict]:
-        """Raises UnsupportedModel for what does not tell which positions it is of."""
+        """Raises MixesPositions for what does not tell which positions it is of."""
         outside = WholeSequence(self._sequence)
         if outside.length:
             self._check(tree_leaves((args, kwargs), Tensor), outside)
@@ -75,10 +72,10 @@ class _AroundForward:
         here = outside.length // self._sequence.size
         pairs = [x for x in entering if x.ndim == 2 and x.shape[1] == here]
         if not pairs and not any(x.ndim == 3 and x.shape[1] == here for x in entering):
-            fix = "lay its input batch first, or use dp or fsdp"
-            if self._outer:
-                fix = f"write {self._outer} under [roles], or use dp or fsdp"
-            raise self._error("and no tensor [samples, positions, features] enters it", fix)
+            raise self._error(
+                "and no tensor [samples, positions, features] enters it",
+                "lay its input batch first, or use dp or fsdp",
+            )
         for x in pairs:
             if self._whole_entry(x) is None:
                 raise self._error(
@@ -93,11 +90,10 @@ class _AroundForward:
                 "leave attention_mask out of the model's inputs, or use dp or fsdp",
             )
 
-    def _error(self, problem: str, fix: str) -> UnsupportedModel:
-        layout = str(self._sequence.layout)
-        return UnsupportedModel(
-            "layout", layout, f"{self._name} needs whole sequences, {problem}", fix
-        )
+    def _error(self, problem: str, fix: str) -> MixesPositions:
+        problem = f"{self._name} needs whole sequences, {problem}"
+        advice = "write {lines} under [roles], or use dp or fsdp"  # around this one
+        return MixesPositions.of(self._sequence.layout, problem, fix, self._name, advice)
 
     def _whole_entry(self, x: Tensor) -> Tensor | None:
         """The entry [b, s] of the batch of which this is a part."""
