@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
-from traces import Place
+if TYPE_CHECKING:
+    from traces import Place
 
 OUTPUT = re.compile(r"output of (?P<name>\S+)(?: \(rank \d+\))?$")
 BACKWARD = re.compile(r"gradient of the output of (?P<name>\S+), (?:after that of (?P<after>\S+))?")
