@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
-from first_name import is_right
+from first_name import is_right, names_a_difference
 from mutants import ROOT, Mutant, in_place
 from observed import Died, Outcome, in_a_process, observed
 from pairs import Reached
@@ -68,8 +68,8 @@ def by_verify(pool: Pool, mutant: Mutant, reached: Reached) -> Verdict:
             return verdict(pair.way, found, pair)
         if found.says:
             place = reached.places[index].get(line)
-            scored = found.first and place is not None and "" not in place
-            right = "right" if scored and is_right(found.first, place) else "wrong"
+            scored = names_a_difference(found.says) and place is not None and "" not in place
+            right = "right" if scored and is_right(found.says, place) else "wrong"
             return verdict(pair.way, found.says, pair, right if scored else "")
         same = len(found.numbers) == len(clean.numbers)
         if not (same and np.allclose(found.numbers, clean.numbers, rtol=1e-8, atol=1e-12)):

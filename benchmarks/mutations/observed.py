@@ -25,12 +25,10 @@ from weft.verification.verify_model import _references
 
 @dataclass(frozen=True)
 class Outcome:
-    """`says`: what verify says against a layout, "" if nothing. `first`: what it names first, if it
-    names a difference. `numbers`: losses and the squares of the last state, which the layout has
-    too. `ran`: the plan, and the collectives of a step."""
+    """`says`: what verify says against a layout, "" if nothing. `numbers`: losses and the squares
+    of the last state, which the layout has too. `ran`: the plan, and the collectives of a step."""
 
     says: str
-    first: str
     numbers: tuple[float, ...]
     ran: str
 
@@ -48,13 +46,13 @@ def verified(model: str, layout: str, late: bool = False) -> Outcome:
     squares = (float(t.double().square().sum()) for t in alone.final.values())
     ran = f"{case.lay(case.model(), layout)} {sorted(result.comms_seen.items())}"
     numbers = (*alone.losses, *squares)
-    return Outcome("" if result.passed else found, result.first or "", numbers, ran)
+    return Outcome("" if result.passed else found, numbers, ran)
 
 
 def trained(name: str, layout: str) -> Outcome:
     """In processes that this one starts."""
     says, numbers = deep_says(name, layout)
-    return Outcome(says, "", numbers, "")
+    return Outcome(says, numbers, "")
 
 
 def observed(pair: Pair) -> Outcome:

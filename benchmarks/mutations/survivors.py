@@ -99,7 +99,7 @@ def main() -> None:
     args = parser.parse_args()
     rows, done = rows_of(MUTANTS), {row["key"] for row in rows_of(TESTED)}
     others = [row for row in rows if row["effect"] in ("plan", "none")]
-    random.Random(args.seed).shuffle(others)
+    others.sort(key=lambda row: random.Random(f"{args.seed} {row['key']}").random())
     chosen = [row for row in rows if row["effect"] == "missed"] + others[: args.sample]
     for number, row in enumerate(chosen):
         if row["key"] in done:

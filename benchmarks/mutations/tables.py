@@ -6,6 +6,7 @@ python benchmarks/mutations/tables.py
 from __future__ import annotations
 
 import json
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ HERE = Path(__file__).resolve().parent
 README, RESULTS = HERE / "README.md", HERE / "results"
 Row = dict[str, Any]
 SEEN = ("verify", "deep", "late")
+ENDS = ("WorkerDied", "Died", "UnsupportedModel", "LayoutError", "ConfigError", "DataError")
 COLUMNS = (*SEEN, "tests", "survive", "plan", "none")
 BEGIN, END = "<!-- results: written by tables.py -->\n", "<!-- end of results -->"
 
@@ -58,28 +60,35 @@ def summary(rows: list[Row]) -> list[str]:
     names = Counter(row["first"] for row in rows if row["first"])
     sampled = [row for row in rows if row["effect"] in ("plan", "none") and row["test"] is not None]
     caught = sum(bool(row["test"]) for row in sampled)
+    ended = sum(row["effect"] in SEEN and row["says"].startswith(ENDS) for row in rows)
+    untried = counts["plan"] + counts["none"] - (len(sampled) - caught)
+    more = round(untried * caught / max(1, len(sampled)))  # as many of these as of the sample
+    likely = changing + more
     shares = [
         f"- {len(rows)} mutants, of which {changing} are known to change something.",
         f"- Caught by verify or the tests: {by_verify + counts['tests']}"
         f" ({(by_verify + counts['tests']) / changing:.0%}).",
-        f"- Caught by verify alone: {by_verify} ({by_verify / changing:.0%}).",
+        f"- Caught by verify alone: {by_verify} ({by_verify / changing:.0%}); in {ended} of them"
+        " the run dies, hangs or is refused.",
         f"- The tests were run on {len(sampled)} drawn from those that verify finds equal, and see"
-        f" {caught} of them.",
+        f" {caught}. If that share holds for the {untried} on which they were not run, {likely}"
+        f" change something, and verify alone catches {by_verify / likely:.0%}.",
         f"- The first name is that of the right module for {names['right']} of the {names.total()}"
         f" for which it can be told ({names['right'] / max(1, names.total()):.0%}).",
     ]
-    return [*shares, ""]
+    return [textwrap.fill(each, 100, subsequent_indent="  ") for each in shares] + [""]
 
 
 def listed(rows: list[Row]) -> list[str]:
-    """Those that change numbers and that nothing sees, and those that tests alone see."""
+    """Mutants that change numbers of which verify says nothing."""
     found = []
     for row in sorted(rows, key=lambda row: (row["module"], row["line"])):
         if row["effect"] == "missed":
             told = {None: "tests were not run", "": "survives"}.get(row["test"])
             told = told or f"seen by `{row['test'].partition('[')[0]}`"
             old, new = (" ".join(row[each].split())[:70] for each in ("old", "new"))
-            found.append(f"- `{row['module']}` line {row['line']}: `{old}` becomes `{new}`: {told}")
+            found += [f"- `{row['module']}`, line {row['line']},", f"  `{old}`", "  becomes"]
+            found += [f"  `{new}`:", f"  {told}"]
     return found
 
 

@@ -35,7 +35,7 @@ class Trace:
         self.ran: set[Line] = set()
         self._first: dict[Line, str] = {}
         self._last: dict[Line, str] = {}
-        self._outside: set[Line] = set()
+        self._before: set[Line] = set()
         self._names: dict[int, str] = {}  # of the modules that are watched, by id
         self._inside: list[str] = []
 
@@ -56,8 +56,8 @@ class Trace:
         return set(_with_modules(dict.fromkeys(self.ran)))
 
     def places(self) -> dict[Line, Place]:
-        """Of lines that ran inside forwards alone."""
-        found = {at: (self._first[at], self._last[at]) for at in self._first.keys() - self._outside}
+        """Of lines that ran inside forwards, and not before them."""
+        found = {at: (self._first[at], self._last[at]) for at in self._first.keys() - self._before}
         return _with_modules(found)
 
     def _call(self, frame: FrameType, event: str, argument: object) -> Any:
@@ -79,8 +79,8 @@ class Trace:
         if self._inside:
             self._first.setdefault(here, self._inside[-1])
             self._last[here] = self._inside[-1]
-        elif self._names:
-            self._outside.add(here)
+        elif self._names and not self._first:
+            self._before.add(here)
         return self._line
 
 
