@@ -9,9 +9,7 @@ import ast
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import CodeType
-
-from tests.mutants import code_of
+from typing import Any
 
 SWAPPED: dict[type, type] = {
     ast.Add: ast.Sub,
@@ -34,39 +32,44 @@ SWAPPED: dict[type, type] = {
     ast.Or: ast.And,
 }
 AXES = ("TOKEN_AXES", "DATA_AXES", "FEATURE_AXES", "STAGE_AXIS", "EXPERTS")
+WAITS = ("wait", "join")
 DTYPES = {"float32": "bfloat16", "float64": "float32", "int64": "int32"}
 SILENT = ("UnsupportedModel", "ConfigError", "LayoutError", "ValueError", "warn", "log")
 
 
 @dataclass(frozen=True)
 class Change:
-    """`old` in line `line` of a function becomes `new`; `code` is that of the function then, where
-    it was asked for."""
+    """`old`, which is at `span` of the text, becomes `new`: the `place`-th change of its
+    function."""
 
     function: str
+    place: int
     line: int
     rule: str
     old: str
     new: str
-    code: CodeType | None
+    span: tuple[int, int]  # in bytes of UTF-8
 
 
-def changes(
-    text: str, path: str, only: tuple[str, int] | None = None, compiled: bool = True
-) -> Iterator[Change]:
-    """Every change of every function of a module, in the order of the text. `only`: (function,
-    number of its change)."""
+def changes(text: str) -> Iterator[Change]:
+    """Every change of every function of a module, in the order of the text."""
     tree = ast.parse(text)
+    lengths = [len(line) for line in text.encode().splitlines(keepends=True)]
+    starts = [sum(lengths[:n]) for n in range(len(lengths))]
     for name, function in _functions(tree):
-        if only is not None and name != only[0]:
-            continue
         for place, (rule, node, new) in enumerate(_sites(function)):
-            if only is not None and place != only[1]:
-                continue
-            code = None
-            if compiled:
-                code = code_of(compile(_replaced(tree, name, place), path, "exec"), name)
-            yield Change(name, getattr(node, "lineno", 0), rule, ast.unparse(node), new, code)
+            begin = starts[node.lineno - 1] + node.col_offset
+            end = starts[node.end_lineno - 1] + node.end_col_offset
+            yield Change(name, place, node.lineno, rule, ast.unparse(node), new, (begin, end))
+
+
+def with_change(text: str, change: Change) -> str:
+    """The text of the module with the change. Other lines stay where they are, but for those that
+    the change takes up."""
+    begin, end = change.span
+    before, old, after = text.encode()[:begin], text.encode()[begin:end], text.encode()[end:]
+    lost = old.count(b"\n") - change.new.count("\n")
+    return (before + change.new.encode() + b"\\\n" * lost + after).decode()
 
 
 def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -79,11 +82,13 @@ def _functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
                     yield f"{node.name}.{inner.name}", inner
 
 
-def _sites(function: ast.FunctionDef) -> list[tuple[str, ast.AST, str]]:
+def _sites(function: ast.FunctionDef) -> list[tuple[str, Any, str]]:
     """(rule, node, the text in its place) of all that can be changed below this function."""
-    found: list[tuple[str, ast.AST, str]] = []
+    found: list[tuple[str, Any, str]] = []
     for node in _below(function):
-        found += [(rule, node, ast.unparse(new)) for rule, new in _variants(node)]
+        for rule, new in _variants(node):
+            text = ast.unparse(new)
+            found.append((rule, node, text if isinstance(new, ast.stmt) else f"({text})"))
     return found
 
 
@@ -112,13 +117,20 @@ def _below(function: ast.FunctionDef) -> Iterator[ast.AST]:
 
 def _variants(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        name = _name_of(node.value.func)
-        if name not in SILENT:
-            yield "skip a wait" if name == "wait" else "drop a call", ast.Pass()
+        if _name_of(node.value.func) not in (*SILENT, *WAITS):
+            yield "drop a call", ast.Pass()
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr in WAITS and not node.args:
+            yield "skip a wait", node.func.value
+        yield from _swapped_arguments(node)
+    elif isinstance(node, ast.Call):
+        yield from _swapped_arguments(node)
     elif isinstance(node, ast.BinOp) and type(node.op) in SWAPPED:
         yield "swap an operator", _with(node, op=SWAPPED[type(node.op)]())
         if isinstance(node.op, ast.Div | ast.FloorDiv):
             yield "drop a divisor", node.left
+        if isinstance(node.op, ast.Sub | ast.Div | ast.FloorDiv | ast.MatMult):
+            yield "swap operands", _with(node, left=node.right, right=node.left)
     elif isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPPED:
         yield "swap a comparison", _with(node, ops=[SWAPPED[type(node.ops[0])](), *node.ops[1:]])
     elif isinstance(node, ast.BoolOp):
@@ -143,6 +155,13 @@ def _variants(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
         yield "swap branches", _with(node, body=node.orelse, orelse=node.body)
 
 
+def _swapped_arguments(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
+    """Two arguments, each a name: the function may not notice."""
+    names = len(node.args) == 2 and all(isinstance(each, ast.Name) for each in node.args)
+    if names and _name_of(node.func) not in ("isinstance", "partial"):
+        yield "swap arguments", _with(node, args=node.args[::-1])
+
+
 def _with(node: ast.AST, **fields: object) -> ast.AST:
     new = copy.copy(node)
     for name, value in fields.items():
@@ -152,27 +171,3 @@ def _with(node: ast.AST, **fields: object) -> ast.AST:
 
 def _name_of(node: ast.AST) -> str:
     return getattr(node, "attr", getattr(node, "id", ""))
-
-
-def _replaced(tree: ast.Module, name: str, place: int) -> ast.Module:
-    """A copy of the tree with the change of this place in the function."""
-    edited = copy.deepcopy(tree)
-    function = dict(_functions(edited))[name]
-    seen = 0
-    for node in list(_below(function)):
-        for _, new in _variants(node):
-            if seen == place:
-                _Replace(node, new).visit(function)
-                return ast.fix_missing_locations(edited)
-            seen += 1
-    raise AssertionError(place)
-
-
-class _Replace(ast.NodeTransformer):
-    def __init__(self, old: ast.AST, new: ast.AST):
-        self.old, self.new = old, new
-
-    def visit(self, node: ast.AST) -> ast.AST:
-        if node is self.old:
-            return ast.copy_location(self.new, node)
-        return self.generic_visit(node)

@@ -1,27 +1,59 @@
-"""Small models and layouts that together run most of what verify can see, and what each runs."""
+"""Small models and layouts that together run most of what verify can see."""
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import weft
+import torch
+from training import TRAINED
+
 from tests.cases import LENGTH, SUBJECTS, VOCAB, Subject, tokens
-from tests.staged import STAGED
+from tests.staged import STAGED, one_input, padded, sequential
 from tests.verification.contrastive import TwoTowers, clip, pairs
 from tests.verification.nets_with_definitions import CASES
 from tests.verification.nets_with_quirks import QUIRKS
-from weft.losses import causal_lm
+from weft.core.layout import Layout
+from weft.losses import causal_lm, mse
 from weft.models import decoder
-from weft.verification.compare import check_layout
-from weft.verification.delayed_reference import run_delayed
-from weft.verification.reference import run_reference
+from weft.sync import make_sync
+from weft.verification.case import Case
 
 STEPS = 2
+TOPK = {"name": "topk", "density": 0.1}
+DGC = {"name": "dgc", "density": 0.1, "clip": 0.5, "warmup": 1}
+POWER = {"name": "powersgd", "rank": 2}
+RANDOM = {"name": "int8", "stochastic": True}
+SYNCS: dict[str, dict[str, Any]] = {
+    "ring": {"name": "ring", "bucket_mb": 0.01},
+    "rings": {"name": "ring", "local": 2},
+    "central": {"name": "central", "bucket_mb": 0.02},
+    "servers": {"name": "parameter_server", "servers": 2, "bucket_mb": 0.01},
+    "int8": {"name": "allreduce", "codec": "int8"},
+    "random": {"name": "allreduce", "codec": RANDOM},
+    "sign": {"name": "allreduce", "codec": "sign"},
+    "topk": {"name": "allreduce", "codec": TOPK},
+    "powersgd": {"name": "allreduce", "codec": POWER},
+    "dgc": {"name": "allreduce", "codec": DGC},
+    "bf16": {"name": "allreduce", "codec": {"name": "bf16", "feedback": True}},
+    "int4-ring": {"name": "ring", "codec": "int4"},
+    "powersgd-central": {"name": "central", "codec": POWER},
+    "local_sgd": {"name": "local_sgd", "period": 2},
+    "bmuf": {"name": "bmuf", "period": 2, "momentum": 0.6, "rate": 0.8, "nesterov": True},
+    "diloco": {"name": "diloco", "period": 4, "fragments": 3, "delay": 2},
+    "diloco-int8": {"name": "diloco", "period": 2, "codec": "int8"},
+    "async": {"name": "parameter_server", "servers": 2, "staleness": 2},
+    "async-topk": {"name": "parameter_server", "staleness": 1, "codec": TOPK},
+}
+
+
+def with_sync(arguments: dict[str, Any]) -> Subject:
+    """The decoder with a synchroniser."""
+    plan = {**dict(SUBJECTS["decoder"].plan), "sync": make_sync(**arguments)}
+    return replace(SUBJECTS["decoder"], plan=tuple(plan.items()))
+
+
 MODELS: dict[str, Subject] = {
     **SUBJECTS,
     **{f"deep-{name}": STAGED[name] for name in ("decoder", "tied", "llama", "t5", "convnet")},
@@ -34,8 +66,12 @@ MODELS: dict[str, Subject] = {
         causal_lm,
         (("accumulate", 2), ("recompute", "selective")),
     ),
+    "squared": Subject(sequential, one_input, mse),
+    "masked": Subject(STAGED["qwen3"].build, padded),
+    **{name: with_sync(arguments) for name, arguments in SYNCS.items()},
 }
-PAIRS: tuple[tuple[str, str], ...] = (
+
+COMPARED = (
     ("decoder", "dp2"),
     ("decoder", "fsdp2"),
     ("decoder", "tp2"),
@@ -82,48 +118,63 @@ PAIRS: tuple[tuple[str, str], ...] = (
     ("dropout", "pp2.tp2+sequence"),
     ("experts", "dp2.ep2"),
     ("decoder", "cp2.tp2"),
+    ("squared", "dp2"),
+    ("masked", "tp2"),
+    ("decoder", "cp2+ulysses"),
+    ("deep-decoder", "pp2+zb-v"),
+    ("deep-decoder", "pp2+gpipe"),
+    *((name, "dp2") for name in SYNCS if name != "rings"),
+    ("rings", "dp4"),
+    ("int8", "fsdp2"),
+    ("int8", "dp2.fsdp2"),
+    ("topk", "dp2.tp2"),
+    ("diloco", "dp2.tp2"),
 )
-Line = tuple[str, int]  # module, number
+LATE = (
+    ("decoder", "dp2"),
+    ("decoder", "fsdp2"),
+    ("decoder", "pp2"),
+    ("decoder", "cp2"),
+    ("experts", "ep2"),
+    ("deep-decoder", "pp2+dualpipev"),
+    *((name, "dp2") for name in SYNCS if name not in ("rings", "async", "async-topk")),
+    ("rings", "dp4"),
+)
+
+
+def case_of(model: str) -> Case:
+    case = MODELS[model].case()
+    if model == "dgc":  # which has a momentum of its own
+        case = replace(case, optimizer=partial(torch.optim.SGD, lr=0.3))
+    return case
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """`says`: what verify says against a layout, "" if nothing. `numbers`: losses and the squares
-    of the last state, which the layout has too. `ran`: the plan, and the collectives of a step."""
+class Pair:
+    """A model and a layout. `way`: "verify", "late" (verify, with messages that come late) or
+    "deep" (`weft verify --deep`; the model is one of `training.RUNS`)."""
 
-    says: str
-    numbers: tuple[float, ...]
-    ran: str
+    way: str
+    model: str
+    layout: str
+
+    def __str__(self) -> str:
+        return f"{self.way} {self.model} {self.layout}"
+
+    @property
+    def world(self) -> int:
+        return Layout.parse(self.layout).world
+
+    @property
+    def kind(self) -> str:
+        """Pairs of one kind run much of the same."""
+        axes = ".".join(Layout.parse(self.layout).axes)
+        own = self.model if self.model in SYNCS or self.way == "deep" else ""
+        return f"{self.way} {axes} {own}"
 
 
-def verified(model: str, layout: str) -> Outcome:
-    """Both sides in this process group: every rank makes the reference by itself."""
-    case = MODELS[model].case()
-    with_delays = "pipedream" in layout
-    alone: Any = run_delayed(case, layout, STEPS) if with_delays else run_reference(case, STEPS)
-    result = check_layout(case, layout, alone)
-    found = result.first or result.problem or result.stray or "numbers"
-    squares = (float(t.double().square().sum()) for t in alone.final.values())
-    ran = f"{case.lay(case.model(), layout)} {sorted(result.comms_seen.items())}"
-    return Outcome("" if result.passed else found, (*alone.losses, *squares), ran)
-
-
-def lines_of(model: str, layout: str) -> set[Line]:
-    """The lines of weft that it runs."""
-    found: set[tuple[str, int]] = set()
-    inside = str(Path(weft.__file__).parent)
-
-    def note(frame: FrameType, event: str, argument: object) -> Any:
-        name = frame.f_code.co_filename
-        if not name.startswith(inside):
-            return None
-        found.add((name, frame.f_lineno))
-        return note
-
-    sys.settrace(note)
-    try:
-        verified(model, layout)
-    finally:
-        sys.settrace(None)
-    modules = {m.__file__: n for n, m in list(sys.modules.items()) if n.startswith("weft.")}
-    return {(modules[file], line) for file, line in found if file in modules}
+PAIRS = (
+    *(Pair("verify", *pair) for pair in COMPARED),
+    *(Pair("deep", name, layout) for name, layout in TRAINED),
+    *(Pair("late", *pair) for pair in LATE),
+)
