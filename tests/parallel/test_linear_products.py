@@ -123,6 +123,6 @@ def test_no_rows_have_no_scale() -> None:
 def test_without_torchao_it_is_refused(monkeypatch: Any) -> None:
     for module in ("torchao", "torchao.float8"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(DataError, match=r"pip install weft\[float8\]"):
+    with pytest.raises(DataError, match=r'pip install "weft\[float8\]"'):
         made("rowwise")
     LinearProducts(None)  # nobody has asked for it

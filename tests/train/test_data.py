@@ -285,7 +285,7 @@ def test_hugging_face_dataset_on_disk(tmp_path, bpe):
 def test_without_the_extra_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(
-        DataError, match=r"needs the package datasets. Install it: pip install weft\[hf\]"
+        DataError, match=r'needs the package datasets. Install it: pip install "weft\[hf\]"'
     ):
         data.hf(tmp_path, 8)
 

@@ -321,6 +321,15 @@ OF_FAMILIES: dict[str, Advice] = {
         name: Advice(of_family(name, "seq2seq-lm"), "cp2", "or write .* under", {"cp2": written})
         for name in ("t5", "switch_transformers")
     },
+    "layoutlm": Advice(  # has a pooler of which nothing comes
+        of_family("layoutlm", "masked-lm"), "cp2", "or write .* under", {"cp2": written}
+    ),
+    "t5gemma": Advice(
+        of_family("t5gemma", "seq2seq-lm"),
+        "cp2",
+        r"first that of model\.decoder\.rotary_emb: it mixes or counts .*, and use them\.$",
+        on("dp2"),
+    ),
     "longt5": Advice(  # with lines, the decoder is to take what the encoder has of other positions
         of_family("longt5", "seq2seq-lm"),
         "cp2",

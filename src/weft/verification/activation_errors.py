@@ -29,7 +29,11 @@ def first_activation(
     gradient of an output, in backward order. `scale`: what the backward of the references began
     with."""
     found: list[Difference] = []
-    for place, (name, call) in enumerate(_calls(references[0].forward)):
+    whole, parted = references[0], engine.plan.sequence_size > 1
+    unused = whole.giving - whole.reached  # as a pooler's: of the first of a rank's own positions
+    for place, (name, call) in enumerate(_calls(whole.forward)):
+        if parted and place in unused:
+            continue
         wanted = [r.outputs for r in references]
         if _differs(engine, name, call, trace.outputs, wanted, 1.0, bound):
             found.append(((0, "output", place), f"output of {name or 'the model'}"))

@@ -28,10 +28,10 @@ class ActivationRecorder:
 
     `forward` and `backward` name the modules in the order in which these came, one entry per
     tensor; `reached`: the places in `forward` to which backward came; `needing`: those of calls
-    that got a tensor which needs a gradient. `cores`: calls of attention. `calls`: how often each
-    module was called; `shapes`: of what entered and left each time;
-    `entered`: every tensor that did. `called_again`, `left_again`: in backward, by a model that
-    checkpoints its own blocks; such a forward may end within a module.
+    that got a tensor which needs a gradient; `giving`: of those whose output does. `cores`: calls
+    of attention. `calls`: how often each module was called; `shapes`: of what entered and left each
+    time; `entered`: every tensor that did. `called_again`, `left_again`: in backward, by a model
+    that checkpoints its own blocks; such a forward may end within a module.
     """
 
     outputs: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -45,6 +45,7 @@ class ActivationRecorder:
     forward: list[str] = field(default_factory=list)
     reached: set[int] = field(default_factory=set)
     needing: set[int] = field(default_factory=set)
+    giving: set[int] = field(default_factory=set)
     backward: list[str] = field(default_factory=list)
     cores: list[AttentionCall] = field(default_factory=list)
     routings: list[RoutingCall] = field(default_factory=list)
@@ -163,6 +164,8 @@ def record_activations(
         called_at.setdefault(name, []).append(place)
         if any(x.requires_grad for x in given):
             trace.needing.add(place)
+        if out.requires_grad:
+            trace.giving.add(place)
         watch(name, place, needs, args, kwargs, output)
         # what leaves as it came has the gradient of all its uses, also those beside the module
         if out.requires_grad and all(out is not x for x in given):
