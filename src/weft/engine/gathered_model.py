@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from copy import deepcopy
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from weft._torch.modules import replace_parameters, replace_references
 from weft._torch.trees import tree_flatten
 from weft.core import is_inside
+from weft.nn import is_cache
 from weft.parallel import own_forward, set_own_forward
 from weft.pipeline import copy_with_tensors
 
@@ -136,9 +138,11 @@ class GatheredModel:
         # a mask that stands for its rule has no numbers, and a copy would lose the rule
         places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and not x.is_meta]
         made: list[Any] = []  # leaves of the output, how they are joined, where tensors are
+        # a cache grows at each call: where it runs again, a block finds it as it was
+        before = [deepcopy(leaf) if is_cache(leaf) else leaf for leaf in leaves]
 
         def run(tensors: Sequence[Tensor], again: bool) -> list[Tensor]:
-            given = list(leaves)
+            given = list(before if again else leaves)
             for place, tensor in zip(places, tensors, strict=True):
                 given[place] = tensor
             more, named = join(given)

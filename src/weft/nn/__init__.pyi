@@ -66,6 +66,7 @@ from .hf_adapter import (
 from .hf_model import (
     build_hf_model as build_hf_model,
     hf_weight_files as hf_weight_files,
+    is_cache as is_cache,
     set_use_cache as set_use_cache,
 )
 from .local_multihead_attention import LocalMultiheadAttention as LocalMultiheadAttention
