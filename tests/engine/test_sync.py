@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -457,11 +458,13 @@ def test_what_is_refused_before_any_process(
 def test_an_engine_that_is_done_with_leaves_no_thread(pool: Pool) -> None:
     """Its process groups, and its own thread, end with it."""
     threads = []
-    for _ in range(4):
+    for _ in range(5):
         pool.run(trained, "int4", "ring", "dp2", {}, 1, world=2)
         threads.append(pool.run(living_threads, world=2))
-    # threads of earlier tests may end meanwhile; two engines' threads may not stay
-    assert all(last <= before for before, last in zip(threads[1], threads[3], strict=True))
+    # a thread of torch's own may come once, and one of an earlier test go; what an engine leaves
+    # comes with each
+    for counts in zip(*threads[1:], strict=True):
+        assert not all(before < after for before, after in pairwise(counts)), threads
 
 
 def living_threads() -> int:
