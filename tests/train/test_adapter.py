@@ -96,6 +96,15 @@ def test_an_adapter_goes_to_peft_and_into_the_weights(tmp_path: Path, base: Path
     for name, tensor in whole.state_dict().items():
         assert torch.equal(tensor, theirs[name]), name
 
+    still = begun(tmp_path / "still", base, str(out), optimizer__lr="0.0")
+    train(still, False)  # each rank with its part of what the directory holds
+    hf_checkpoint.export_weights(Path(still.output), tmp_path / "same")
+    first, same = (
+        load_file(each / "adapter_model.safetensors") for each in (out, tmp_path / "same")
+    )
+    assert first.keys() == same.keys()
+    assert all(torch.equal(first[name], same[name]) for name in first)
+
     again = begun(tmp_path / "again", base, str(out))
     torch.testing.assert_close(logits_of(build.build_model(again)), wanted, atol=1e-6, rtol=1e-6)
     model = build.build_for_ranks(again, build.sample_batch(again, build.build_dataset(again)))
@@ -147,9 +156,9 @@ def test_every_layout_equals_one_device(tmp_path: Path, base: Path, kind: str) -
     if kind == "LOHA":  # it reads the shapes of whole weights, as the refusal says
         with (tmp_path / "run.toml").open("a") as written:
             written.write('[roles]\n"model.layers.*_proj" = "whole"\n')
-    layouts = [("--layout", each) for each in ("dp2", "fsdp2", "tp2", "pp2", "fsdp2.tp2")]
+    layouts = [("--layout", each) for each in ("dp2", "fsdp2", "tp2", "pp2", "cp2", "fsdp2.tp2")]
     said = CliRunner().invoke(app, ["verify", file, *(x for pair in layouts for x in pair)])
-    assert said.exit_code == 0 and "5 of 5 layouts equal" in said.stdout, said.output
+    assert said.exit_code == 0 and "6 of 6 layouts equal" in said.stdout, said.output
     named = ["--set", 'layout.axes="tp2"', "--output", str(tmp_path / "out")]
     said = CliRunner().invoke(app, ["train", file, *named])
     assert said.exit_code == 0, said.output

@@ -67,7 +67,7 @@ def add_adapter(
             _fill(peft, made, adapter, tensors)
     except Refusal:
         raise
-    except (ValueError, TypeError, RuntimeError, KeyError, NotImplementedError) as error:
+    except (ValueError, TypeError, RuntimeError, KeyError, NotImplementedError) as error:  # peft's
         fix = "correct the adapter's settings, or name modules that this model has"
         raise ConfigError(FIELD, said, f"peft cannot add it ({error})", fix) from error
     return made
