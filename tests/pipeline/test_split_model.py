@@ -1150,7 +1150,7 @@ def test_a_chart_without_data_asks_for_it_where_it_must() -> None:
 class Fickle(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c = Block(), Block(), Block()
+        self.a, self.b, self.c, self.d = Block(), Block(), Block(), Block()
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.a(x)
@@ -1158,7 +1158,7 @@ class Fickle(nn.Module):
             h = self.c(h)
         elif x.shape[0] > 4:
             h = h * 3
-        return self.b(h)
+        return self.d(self.b(h))
 
 
 def test_another_path_than_the_planned_one_is_refused() -> None:
@@ -1171,11 +1171,50 @@ def test_another_path_than_the_planned_one_is_refused() -> None:
         match=r"b at test_split_model.py:\d+'.*another path than when it was planned, where c at",
     ):
         line.forward(negative)
-    line = Line(model, split_stages(trace_forward(model, negative), ["b"]))
+    line = Line(model, split_stages(trace_forward(model, negative), ["b", "d"]))
     line.forward(negative)
     with pytest.raises(UnsupportedModel, match=r"mul at test_split_model.py:\d+'.*where b at"):
-        line.runners[1](1, {"x": -torch.ones(5, 8)}, {0: torch.ones(5, 8)})
+        line.runners[2](2, {"x": -torch.ones(5, 8)}, {1: torch.ones(5, 8)})
     line.forward(negative)  # a refused call leaves nothing behind
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "tied", "bert", "plain"])
+def test_no_mode_stands_around_forwards_of_blocks(name: str) -> None:
+    model, inputs = subject(name)
+    points = [point for point in atoms(model, inputs)[1:] if point[-1].isdigit()]
+    line = Line(model, split_stages(trace_forward(model, inputs), points))
+    seen = [runner.programs[stage].sees_functions for stage, runner in line.runners.items()]
+    assert len(seen) > 6 and any(seen) == (name == "plain")
+
+
+def test_functions_of_what_was_received_may_be_others_than_planned() -> None:
+    model, inputs = Fickle(), {"x": -torch.ones(3, 8)}
+    line = Line(model, split_stages(trace_forward(model, inputs), ["b"]))
+    longer = {"x": -torch.ones(5, 8)}  # multiplied before b, by the stage that has b
+    assert torch.equal(line.forward(longer)[0], model(**longer))
+
+
+def test_an_index_of_an_earlier_stage() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        table = torch.eye(8, dtype=x.dtype)  # which every stage makes
+        return m.c(m.b(table[m.a(x).argmax(1)]))
+
+    hold(Written(forward), ["c"], {"x": torch.randn(4, 8)})
+
+
+def test_what_was_received_is_not_changed_twice() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x)
+        if x.shape[0] > 4:
+            h.mul_(3)  # by the stage that sends it, and by the one that receives it
+        return m.c(m.b(h))
+
+    model, inputs = Written(forward), {"x": torch.ones(3, 8)}
+    line = Line(model, split_stages(trace_forward(model, inputs), ["b"]))
+    with torch.no_grad():
+        assert torch.equal(line.forward(inputs)[0], model(**inputs))
+        with pytest.raises(UnsupportedModel, match="a tensor changed in place before test_split"):
+            line.forward({"x": torch.ones(5, 8)})
 
 
 def test_a_path_that_ends_early_is_refused() -> None:

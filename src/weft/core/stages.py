@@ -54,6 +54,8 @@ class PathNode:
     that they, or views of them, are.
     `numbers`: whether it returns int or float, which may depend on shapes. `draws`: how often
     it draws random numbers outside of blocks. `blocks`: those that it calls, in order.
+    `reads` and `weights`: of a function, the tensors of the recorded forward and the parameters
+    whose elements it reads. `within`: whether it runs inside an autograd function or a checkpoint.
     """
 
     name: str
@@ -69,6 +71,9 @@ class PathNode:
     numbers: bool
     draws: int
     blocks: tuple[str, ...]
+    reads: tuple[int, ...]
+    weights: tuple[str, ...]
+    within: bool
 
 
 @dataclass(frozen=True)

@@ -150,6 +150,9 @@ class _StageSplitter:
                 for each in self.graph.events[index : event.end + 1]
                 if each.call and each.name in blocks
             ),
+            () if event.call else tuple(sorted(event.reads)),
+            () if event.call else tuple(event.weights),
+            event.within != "",
         )
 
     def _stage(self, stage: int) -> Stage:

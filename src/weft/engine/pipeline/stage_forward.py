@@ -4,13 +4,17 @@ The model's own forward runs from its beginning, but the work of earlier stages 
 this stage needs from them was received and is put in where it would have been made; placeholders
 stand in for the rest. After the stage's last work the forward is left. So a stage may be any
 stretch of any forward, and its own modules compute on plain tensors.
+
+Modules on the path are called through handlers, and a function of a placeholder reaches the
+placeholder. That is all that most forwards need; where one is not enough (`_sees_functions`), a
+TorchFunctionMode sees the functions between module calls.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -79,11 +83,12 @@ class StageForward:
         self.model, self.staging, self.skipped = model, staging, skipped
         self.device = device
         self.shapes = SkippedShapes(model, device, dtypes)
-        self.programs = {stage: _StageProgram(staging, stage) for stage in stages}
+        kept = {name for stage in stages for name in staging.stages[stage].weights}
+        self.programs = {stage: _StageProgram(staging, stage, kept) for stage in stages}
         self._handlers: list[tuple[nn.Module, Callable]] = []
         self._run: _StageExecution | None = None
         self._planned = {key for module in model.modules() for key in hook_ids(module)}
-        self._drop(stages)
+        self._drop(stages, kept)
 
     def __call__(
         self, stage: int, inputs: Mapping[str, Any], received: Mapping[int, Tensor]
@@ -105,7 +110,7 @@ class StageForward:
         self._run = run = _StageExecution(self, self.programs[stage], received)
         output = None
         try:
-            with intercept_calls(self._handlers), run:
+            with intercept_calls(self._handlers), run.active():
                 output = self.model(**inputs)
         except _Stop:
             output = None
@@ -141,9 +146,8 @@ class StageForward:
 
         return quiet
 
-    def _drop(self, stages: Sequence[int]) -> None:
+    def _drop(self, stages: Sequence[int], kept: Collection[str]) -> None:
         used = {name for stage in self.staging.stages for name in stage.weights}
-        kept = {name for stage in stages for name in self.staging.stages[stage].weights}
         placeholders = {
             id(p): self.shapes.placeholder(name, p, self.device)
             for name, p in self.model.named_parameters()
@@ -155,9 +159,9 @@ class StageForward:
 
 
 class _StageProgram:
-    """What one stage does along the path."""
+    """What one stage does along the path. `kept`: the weights that its rank has."""
 
-    def __init__(self, staging: Staging, stage: int):
+    def __init__(self, staging: Staging, stage: int, kept: Collection[str]):
         self.stage, self.items = stage, staging.items
         last = stage == len(staging.stages) - 1
         own = [place for place, item in enumerate(staging.items) if item.stage == stage]
@@ -179,23 +183,58 @@ class _StageProgram:
             ]
             for place in own
         }
+        self.own_functions = {place for place in own if not self.items[place].call}
+        self.sees_functions = self._sees_functions(kept)
+        # whether its own functions between modules change tensors in place
+        self.changes = any(self.items[place].changed for place in own)
+
+    def _sees_functions(self, kept: Collection[str]) -> bool:
+        """Whether functions between module calls have to be seen that no placeholder shows: of
+        earlier stages, such as read other tensors, or change one in place; of this one, such as
+        make what others receive."""
+        if any(item.filled for item in self.items[: self.end]):
+            return True
+        if self.end < len(self.items) and not self.items[self.end].call:
+            return True
+        absent: set[int] = set()
+        for place, item in enumerate(self.items[: self.end]):
+            leaves = tensors_in(item.output)
+            made = {leaf.number for leaf in leaves if isinstance(leaf, TensorRef)}
+            if item.stage == self.stage:
+                if not item.call and self.sent[place]:
+                    return True
+                continue
+            if item.changed:
+                return True
+            if not item.call and not self._is_shown(item, absent, kept):
+                return True
+            absent |= made - self.incoming.keys()
+        return False
+
+    def _is_shown(self, item: PathNode, absent: Collection[int], kept: Collection[str]) -> bool:
+        """Whether a function of an earlier stage comes to a placeholder, by what it reads."""
+        placeholders = [number in absent for number in item.reads]
+        placeholders += [name not in kept for name in item.weights]
+        return any(placeholders) and not item.within
 
 
-class _StageExecution(TorchFunctionMode):
+class _StageExecution:
     """One forward of one stage: at each piece of work on the path, skip it or do it."""
 
     def __init__(self, owner: StageForward, program: _StageProgram, received: Mapping[int, Tensor]):
-        super().__init__()
         self.owner, self.program, self.received = owner, program, received
+        self.mode = _FunctionsBetween(self) if program.sees_functions else None
         self.position = 0
         self.inside = False  # a module call that is done whole: nothing of ours is active
         self.placed: dict[int, Tensor] = {}
+        self.versions: dict[int, int] = {}  # of received tensors, when they were placed
         self.sent: dict[int, Tensor] = {}
         self.tainted: dict[int, weakref.ref] = {}  # tensors that depend on weights
         self.dirty: set[int] = set()  # storages of others into which such a tensor was written
         self.buffers = {id(owner.model.get_buffer(name)) for name in program.buffers}
 
     def finish(self) -> dict[int, Tensor]:
+        self._pass_unseen()
         if self.position < min(self.program.end, len(self.program.items)):
             raise self._astray("its end")
         values = self.owner.staging.values
@@ -208,38 +247,40 @@ class _StageExecution(TorchFunctionMode):
     # ---- what the forward does ----
 
     @contextmanager
+    def active(self) -> Iterator[None]:
+        """In this context the model's forward runs."""
+        self.owner.shapes.skip = self.function
+        try:
+            with self.mode or nullcontext():
+                yield
+        finally:
+            self.owner.shapes.skip = None
+
+    @contextmanager
     def aside(self) -> Iterator[None]:
         """In this context nothing that runs is part of the path."""
-        self.inside = True
+        self.inside, self.owner.shapes.skip = True, None
         try:
             yield
         finally:
-            self.inside = False
+            self.inside, self.owner.shapes.skip = False, self.function
 
     def module(self, name: str, call: Callable, args: tuple, kwargs: dict) -> tuple[Any, bool]:
         """(what a call of a module gives, whether an earlier stage runs it)."""
         item = self._next(name, True)
         if item.stage < self.program.stage:
             return self._skip(item, name, args, kwargs), True
-        on_top = innermost_function_mode() is self
-        with self.aside():
-            if on_top:
-                self.__exit__(None, None, None)
-            try:
-                out = call(*args, **kwargs)
-            finally:
-                if on_top:
-                    self.__enter__()
+        with self.aside(), self.mode.left() if self.mode is not None else nullcontext():
+            out = call(*args, **kwargs)
         return self._done(item, out, args, kwargs), False
 
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self.inside:  # below another mode of the model's own
-            return func(*args, **kwargs)
+    def function(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """What a function between module calls gives, whether it belongs to the path or not."""
         if func in METADATA_FUNCTIONS or not self._heavy(func, args, kwargs):
             return func(*args, **kwargs)
+        if self.mode is None and self._is_own_turn():
+            with self.aside():  # the placeholder refuses it
+                return func(*args, **kwargs)
         item = self._next(function_name(func), False)
         if item.stage < self.program.stage:
             return self._skip(item, func, args, kwargs)
@@ -264,14 +305,35 @@ class _StageExecution(TorchFunctionMode):
     def _next(self, name: str, call: bool) -> PathNode:
         """The work that comes now. The forward is left only here, and never where a context manager
         ends."""
+        self._pass_unseen()
         if self.position >= self.program.end:
             raise _Stop
-        item = (
-            self.program.items[self.position] if self.position < len(self.program.items) else None
-        )
+        items = self.program.items
+        item = items[self.position] if self.position < len(items) else None
         if item is None or item.name != name or item.call is not call:
             raise self._astray(f"{name} at {source_line()}")
+        if item.stage == self.program.stage and self.versions:
+            self._check_received()
         return item
+
+    def _pass_unseen(self) -> None:
+        """Go on over the functions of this stage, which run unseen without a mode."""
+        if self.mode is None:
+            while self.position in self.program.own_functions:
+                self.position += 1
+
+    def _check_received(self) -> None:
+        """Refuse a function that changed a received tensor in place, and did so on its own stage
+        already: on the planned path there is none."""
+        if not self.program.changes:
+            changed = [n for n, was in self.versions.items() if self.placed[n]._version != was]
+            if changed:
+                raise self._astray(f"a tensor changed in place before {source_line()}")
+        self.versions = {}
+
+    def _is_own_turn(self) -> bool:
+        items = self.program.items
+        return self.position >= len(items) or items[self.position].stage >= self.program.stage
 
     def _astray(self, found: str) -> UnsupportedModel:
         items = self.program.items
@@ -347,6 +409,8 @@ class _StageExecution(TorchFunctionMode):
             self._taint(t)
             if number in program.outgoing:  # changed in place here, and passed on
                 self.sent[number] = t
+        if self.mode is None and index is not None and not t.is_inference():
+            self.versions[number] = t._version
         self.placed[number] = t
         return t
 
@@ -379,3 +443,30 @@ class _StageExecution(TorchFunctionMode):
             if not self._is_tainted(t):
                 self._taint(t)
                 self.dirty.add(storage_id(t))
+
+
+class _FunctionsBetween(TorchFunctionMode):
+    """Shows a run the functions between module calls."""
+
+    def __init__(self, run: _StageExecution):
+        super().__init__()
+        self.run = run
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if self.run.inside:  # below another mode of the model's own
+            return func(*args, **(kwargs or {}))
+        return self.run.function(func, args, kwargs or {})
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """In this context the mode is not active, unless a mode of the model's own lies on it."""
+        on_top = innermost_function_mode() is self
+        if on_top:
+            self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            if on_top:
+                self.__enter__()

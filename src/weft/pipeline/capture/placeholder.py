@@ -38,32 +38,39 @@ _ITSELF = frozenset({Tensor.detach, Tensor.data.__get__})  # type: ignore[attr-d
 
 class PlaceholderTensor(Tensor):
     """`about` names the tensor in error messages. `like` makes a FakeTensor of the same shape,
-    dtype and device. `differentiable` is its requires_grad."""
+    dtype and device. `differentiable` is its requires_grad. `shapes`: what made it."""
 
     about: str
     like: Callable[[], Tensor]
     differentiable: bool
+    shapes: SkippedShapes
 
     @staticmethod
-    def of_value(name: str, like: Callable[[], Tensor], differentiable: bool) -> PlaceholderTensor:
-        return PlaceholderTensor._with(
-            make_empty_subclass(PlaceholderTensor), name, like, differentiable
-        )
+    def of_value(
+        name: str, like: Callable[[], Tensor], differentiable: bool, shapes: SkippedShapes
+    ) -> PlaceholderTensor:
+        bare = make_empty_subclass(PlaceholderTensor)
+        return PlaceholderTensor._with(bare, name, like, differentiable, shapes)
 
     @staticmethod
     def of_weight(
-        name: str, weight: nn.Parameter, mode: FakeTensorMode, device: torch.device
+        name: str, weight: nn.Parameter, device: torch.device, shapes: SkippedShapes
     ) -> PlaceholderTensor:
-        fake = make_fake(mode, weight, device)
-        placeholder = make_empty_subclass(PlaceholderTensor, weight, device=device)
-        mark_parameter(placeholder)
-        return PlaceholderTensor._with(placeholder, name, lambda: fake, weight.requires_grad)
+        fake = make_fake(shapes.mode, weight, device)
+        bare = make_empty_subclass(PlaceholderTensor, weight, device=device)
+        mark_parameter(bare)
+        return PlaceholderTensor._with(bare, name, lambda: fake, weight.requires_grad, shapes)
 
     @staticmethod
     def _with(
-        placeholder: Any, name: str, like: Callable[[], Tensor], differentiable: bool
+        placeholder: Any,
+        name: str,
+        like: Callable[[], Tensor],
+        differentiable: bool,
+        shapes: SkippedShapes,
     ) -> PlaceholderTensor:
         placeholder.about, placeholder.like, placeholder.differentiable = name, like, differentiable
+        placeholder.shapes = shapes
         return placeholder
 
     def __hash__(self) -> int:
@@ -77,6 +84,12 @@ class PlaceholderTensor(Tensor):
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        absent = None
+        if func not in METADATA_FUNCTIONS:
+            read = tensors_read(func, args, kwargs)
+            absent = next((t for t in read if isinstance(t, PlaceholderTensor)), None)
+        if absent is not None and absent.shapes.skip is not None:
+            return absent.shapes.skip(func, args, kwargs)
         with without_function_overrides():
             if func == _REQUIRES_GRAD:
                 return args[0].differentiable and torch.is_grad_enabled()
@@ -93,10 +106,6 @@ class PlaceholderTensor(Tensor):
                     (args, kwargs), lambda t: t.like() if isinstance(t, PlaceholderTensor) else t
                 )
                 return func(*args, **kwargs)
-            absent = next(
-                (t for t in tensors_read(func, args, kwargs) if isinstance(t, PlaceholderTensor)),
-                None,
-            )
             if absent is not None:
                 raise UnsupportedModel(
                     "pipeline.cut",
@@ -132,10 +141,16 @@ def _stand_in(t: Tensor) -> Tensor:
 class SkippedShapes:
     """What skipped work would have returned: runs it on FakeTensors, and caches the result by the
     shapes, dtypes and values of its arguments. `device`: where the model runs; its parameters may
-    be on the meta device. `dtypes`: what it computes in."""
+    be on the meta device. `dtypes`: what it computes in.
+
+    `skip`: (function, args, kwargs) -> what stands for the result of a function that reads elements
+    of a placeholder; None: it is refused."""
+
+    skip: Callable[[Callable, tuple, dict], Any] | None = None
 
     def __init__(self, model: nn.Module, device: torch.device, dtypes: DtypeRule):
-        self.mode, self.dtypes = fake_mode(), dtypes
+        self.mode: FakeTensorMode = fake_mode()
+        self.dtypes = dtypes
         self.real = model
         self.model = copy_with_tensors(
             model, lambda t: make_fake(self.mode, self._computed(t), device)
@@ -148,7 +163,7 @@ class SkippedShapes:
     ) -> PlaceholderTensor:
         """What stands for a weight of another stage."""
         computed: Any = self._computed(weight)
-        return PlaceholderTensor.of_weight(name, computed, self.mode, device)
+        return PlaceholderTensor.of_weight(name, computed, device, self)
 
     def _computed(self, t: Tensor) -> Tensor:
         """What the model computes with in the place of a parameter, without elements."""
@@ -238,7 +253,7 @@ class SkippedWork:
                 self._likes[place] = tensors_in(self.result(name))[place]
             return self._likes[place]
 
-        return PlaceholderTensor.of_value(name, like, differentiable)
+        return PlaceholderTensor.of_value(name, like, differentiable, self._call[0])
 
 
 def _signature(structure: Any) -> Hashable:
