@@ -31,6 +31,7 @@ from typing import Any, Protocol
 
 import plain_ddp
 import plain_fsdp2
+import plain_pp
 import plain_single
 import plain_tp
 import torch
@@ -77,6 +78,7 @@ class Case:
     is_cut: Callable[[nn.Parameter], bool]  # whether a rank holds a part of this parameter only
     compiled: bool = False  # whether both sides compile blocks and loss
     build: Callable[[], nn.Module] = step_model  # for steps and calls
+    accumulate: int = 1  # microbatches
 
     def local(self, batch: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
         return work.rows_of(batch, rank, WORLD) if self.divides_batch else batch
@@ -102,6 +104,15 @@ CASES = (
         1.05,
         divides_batch=False,
         is_cut=lambda p: p.dim() > 1,
+    ),
+    Case(
+        "pipeline, 1F1B",
+        "pp2",
+        plain_pp.Trainer,
+        1.02,
+        divides_batch=False,
+        is_cut=lambda p: True,  # each parameter is one rank's
+        accumulate=plain_pp.MICROBATCHES,
     ),
 )
 COMPILED = tuple(replace(case, name=f"{case.name}, compiled", compiled=True) for case in CASES)
@@ -142,7 +153,16 @@ class Weft:
         import weft
         from weft.nn.losses import next_token
 
-        plan = weft.plan(model, case.layout, batch=batch, loss=next_token, precision=precision)
+        sample = work.batch_of(work.Text(24), 2, 0)  # along which a pipeline is cut
+        plan = weft.plan(
+            model,
+            case.layout,
+            batch=batch,
+            accumulate=case.accumulate,
+            loss=next_token,
+            precision=precision,
+            sample=sample,
+        )
         self.engine = weft.Engine(
             model,
             plan,

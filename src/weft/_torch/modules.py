@@ -15,6 +15,9 @@ from torch.overrides import _get_current_function_mode
 from .trees import tree_leaves, tree_map
 
 _HANDLER = "_weft_call_handler"
+_set_attribute = (
+    object.__setattr__
+)  # nn.Module's looks for parameters and buffers, at each call of a stage
 
 
 class _InterceptedModule(nn.Module):
@@ -75,7 +78,7 @@ def redirect_calls(module: nn.Module, handler: Callable[..., Any]) -> None:
     """
     vars(module)[_HANDLER] = handler
     if not isinstance(module, _InterceptedModule):
-        module.__class__ = _intercepted_class(type(module))  # type: ignore[arg-type]
+        _set_attribute(module, "__class__", _intercepted_class(type(module)))  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
@@ -94,7 +97,7 @@ def intercept_calls(handlers: Iterable[tuple[nn.Module, Callable[..., Any]]]) ->
                 continue
             del vars(module)[_HANDLER]
             if type(module) is _intercepted_class(cls):  # a lazy module may have changed its class
-                module.__class__ = cls
+                _set_attribute(module, "__class__", cls)
 
 
 def original_call(module: nn.Module) -> Callable[..., Any]:
@@ -111,12 +114,12 @@ def call_with_own_class(module: nn.Module) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         intercepted: Any = type(module)
         own = vars(intercepted).get("_own_class", intercepted)
-        module.__class__ = own
+        _set_attribute(module, "__class__", own)
         try:
             return call(*args, **kwargs)
         finally:
             if type(module) is own:  # a lazy module may have changed its class
-                module.__class__ = intercepted
+                _set_attribute(module, "__class__", intercepted)
 
     return run
 
