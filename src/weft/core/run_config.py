@@ -5,6 +5,7 @@
     [layout]       axes = "dp2.tp2"
     [layout.parts] "vision" = "fsdp"
     [train]        batch, steps, loss, schedule, logging ...
+    [lr_schedule]  build = "package.module:callable", and its own arguments
     [optimizer]    name, no_decay, decay_min_dims, groups, and that optimizer's own arguments
     [precision]    compute = "fp32"
     [checkpoint]   every, keep, keep_every, restarts
@@ -13,8 +14,8 @@
     [roles]        "blocks.*.up" = "column"
     [workers]      storage = ["embedding"]
 
-All other keys of [model], [data], [optimizer], [pipeline] and [sync] are arguments of what the
-table names; `weft.train.build` checks them.
+All other keys of [model], [data], [lr_schedule], [optimizer], [pipeline] and [sync] are arguments
+of what the table names; `weft.train.build` checks them.
 """
 
 from __future__ import annotations
@@ -46,6 +47,15 @@ Strings = Annotated[
     BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
 ]
 DEFAULT_LOSS = "weft.losses:next_token"
+# of [train], which say what the learning rate of a step is
+RATE_KEYS = (
+    "warmup",
+    "warmup_shape",
+    "start_lr_ratio",
+    "decay",
+    "decay_share",
+    "min_lr_ratio",
+)
 # a Layout, written as its text
 LayoutValue = Annotated[InstanceOf[Layout], PlainSerializer(str, return_type=str)]
 Task = Literal[
@@ -185,6 +195,29 @@ def _parse_layout(field: str, value: object) -> object:
         raise LayoutError(field, value, error.problem, error.fix) from None
 
 
+class LRScheduleConfig(CallableTable):
+    """[lr_schedule]"""
+
+    build: str | None = Field(
+        default=None,
+        description=(
+            '"package.module:callable" that returns a function from a step, the first is 0, to the'
+            " factor of the learning rate, in place of warmup and decay of [train]; it gets `steps`"
+            " if it has that parameter"
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _named(self) -> Self:
+        if self.build is None and self.arguments:
+            raise table_error(
+                "names nothing that would take its keys",
+                'write build = "package.module:callable", or leave the table out',
+                **self.arguments,
+            )
+        return self
+
+
 class OptimizerConfig(CallableTable):
     """[optimizer]"""
 
@@ -295,6 +328,7 @@ class RunConfig(TomlTable):
     data: DataConfig
     layout: LayoutConfig = LayoutConfig()
     train: TrainConfig
+    lr_schedule: LRScheduleConfig = LRScheduleConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     precision: PrecisionConfig = PrecisionConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -312,6 +346,14 @@ class RunConfig(TomlTable):
         min_length=1,
         description="where modules and relative paths are found (default: the run file's folder)",
     )
+
+    @model_validator(mode="after")
+    def _one_schedule(self) -> Self:
+        for name in RATE_KEYS if self.lr_schedule.build is not None else ():
+            if (value := getattr(self.train, name)) != TrainConfig.model_fields[name].default:
+                problem = "has no effect where [lr_schedule] names a schedule"
+                raise table_error(problem, "leave one of them out", **{f"train.{name}": value})
+        return self
 
     @property
     def loss(self) -> str:

@@ -58,10 +58,29 @@ class TrainConfig(TomlTable):
         ),
     )
     warmup: int = Field(
-        default=0, ge=0, description="steps over which the learning rate rises from 0"
+        default=0, ge=0, description="steps over which the learning rate rises to lr"
     )
-    decay: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="how the learning rate falls"
+    warmup_shape: Literal["linear", "cosine"] = Field(
+        default="linear", description="how the learning rate rises"
+    )
+    start_lr_ratio: float = Field(
+        default=0.0, ge=0, le=1, description="what it rises from, as a fraction of lr"
+    )
+    decay: Literal["constant", "linear", "cosine", "sqrt"] = Field(
+        default="constant",
+        description=(
+            "how the learning rate falls (WSD, one-cycle and functions of your own:"
+            " docs/optimizers.md)"
+        ),
+    )
+    decay_share: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description=(
+            "the share of all steps in which the learning rate falls, the last ones (default: all"
+            " after warm-up)"
+        ),
     )
     min_lr_ratio: float = Field(
         default=0.0,
@@ -185,10 +204,29 @@ class TrainConfig(TomlTable):
                     raise table_error(
                         f"has no effect with compile = {self.compile!r}", fix, **{name: value}
                     )
+        self._schedule_fits()
+        return self
+
+    def _schedule_fits(self) -> None:
         if self.steps is not None and self.warmup > self.steps:
             raise table_error(
                 "is longer than the whole run",
                 f"use at most steps = {self.steps}",
                 warmup=self.warmup,
             )
-        return self
+        if self.decay == "constant" and self.decay_share is not None:
+            fix = 'write decay, as in "linear", or leave decay_share out'
+            problem = "has no effect with decay = 'constant'"
+            raise table_error(problem, fix, decay_share=self.decay_share)
+        for name, default in (("warmup_shape", "linear"), ("start_lr_ratio", 0.0)):
+            if not self.warmup and (value := getattr(self, name)) != default:
+                fix = f"write warmup, the number of steps that it has, or leave {name} out"
+                raise table_error("has no effect without warmup", fix, **{name: value})
+        if self.steps is None or self.decay_share is None:
+            return
+        if (falls := round(self.decay_share * self.steps)) + self.warmup > self.steps:
+            problem = (
+                f"is {falls} of {self.steps} steps, and warmup has {self.warmup}: more than the run"
+            )
+            fix = "use a smaller share, or leave decay_share out for all steps after warm-up"
+            raise table_error(problem, fix, decay_share=self.decay_share)

@@ -293,15 +293,38 @@ def model_inputs(run: RunConfig, model: nn.Module) -> tuple[str, ...] | None:
 
 
 def build_lr_factor(run: RunConfig) -> Callable[[int], float]:
-    """The function from a step, counted from 0, to the factor of the learning rate."""
+    """The function from a step, counted from 0, to the factor of the learning rate. Raises
+    ConfigError."""
+    name = run.lr_schedule.build
     t = run.train
-    return partial(
-        lr_schedule.lr_factor,
-        steps=t.steps,
-        warmup=t.warmup,
-        decay=t.decay,
-        min_ratio=t.min_lr_ratio,
-    )
+    if name is None:
+        return partial(
+            lr_schedule.lr_factor,
+            steps=t.steps,
+            warmup=t.warmup,
+            decay=t.decay,
+            min_ratio=t.min_lr_ratio,
+            warmup_shape=t.warmup_shape,
+            start_ratio=t.start_lr_ratio,
+            decay_share=t.decay_share,
+        )
+    function = resolve_callable(name, run.folder, "lr_schedule.build")
+    arguments = run.lr_schedule.arguments
+    if "steps" in signature_of(function).parameters:
+        arguments = {"steps": t.steps, **arguments}
+    made = call_named(function, name, "lr_schedule", (), arguments)
+    if not callable(made):
+        problem = f"returns {type(made).__name__}, which cannot be called"
+        fix = "return a function from a step to the factor of the learning rate"
+        raise ConfigError("lr_schedule.build", name, problem, fix)
+    return lambda step: float(made(step))
+
+
+def check_lr_schedule(run: RunConfig) -> None:
+    """Refuse a schedule of the user's own that no run could resume. Raises ConfigError."""
+    if run.lr_schedule.build is not None:
+        make = partial(build_lr_factor, run)
+        lr_schedule.check_factors(make, run.lr_schedule.build, run.train.steps)
 
 
 def sample_batch(run: RunConfig, held: data.Dataset) -> dict[str, Tensor]:

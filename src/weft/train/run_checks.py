@@ -45,6 +45,7 @@ from .build import (
     build_optimizer,
     build_plan,
     build_skeleton,
+    check_lr_schedule,
     model_inputs,
     planned_dtype,
     sample_batch,
@@ -73,6 +74,7 @@ def check_run(
         Refusal: The run, or a layout, or with `refused` every layout, cannot be trained.
     """
     bare, train = build_skeleton(run), build_dataset(run)
+    check_lr_schedule(run)
     factory = build_optimizer(run)
     made = factory([("weight", nn.Parameter(torch.zeros(2, 2)))])
     plans: list[Plan] = []

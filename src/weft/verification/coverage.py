@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from weft.core import OFF, PrecisionConfig, RunConfig
 
 from .difference import BOUNDS
-from .training_check import TrainingResult
+from .training_check import TrainingResult, rate_text
 from .verified_settings import exact_sync
 
 CHECKED, DEEP, NOT = "checked", "with --deep", "not checked"
@@ -53,8 +53,7 @@ def coverage(
         rows.append(Covered(CHECKED, collectives))
     deep = CHECKED if trained else DEEP
     happened = {what for result in trained for what in result.happened}
-    rises = f"{t.warmup} steps of warm-up, " if t.warmup else ""
-    rows.append(Covered(deep, f"learning rate: {rises}{t.decay}"))
+    rows.append(Covered(deep, f"learning rate: {rate_text(run)}"))
     for key, what in (
         ("clip", "clipping, below and above the norm"),
         ("skip", "steps left out by train.skip"),

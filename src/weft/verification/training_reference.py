@@ -16,7 +16,6 @@ from weft.core import TrainConfig
 
 from .case import Batch, Case
 from .plain.outliers import times_usual
-from .plain.rates import rate_factor
 from .plain_run import PlainRun
 from .reference import final_state, norms_of
 from .tensor_errors import NOISE
@@ -86,6 +85,7 @@ class _State:
 def train_plainly(
     case: Case,
     rules: TrainConfig,
+    rates: Callable[[int], float],
     save_every: int,
     validation: Sequence[Batch],
     in_microbatches: bool,
@@ -95,6 +95,7 @@ def train_plainly(
     Args:
         case: model, samples, loss, optimizer.
         rules: the [train] of the run.
+        rates: the factor of the learning rate of each step.
         save_every: steps between checkpoints, to which a run goes back.
         validation: the batches of each validation.
         in_microbatches: as of PlainRun.
@@ -110,7 +111,7 @@ def train_plainly(
     last_loss: float | None = None
     noise: set[str] | None = None
     while step < rules.steps:
-        factor = rate_factor(step, rules.steps, rules.warmup, rules.decay, rules.min_lr_ratio)
+        factor = rates(step)
         for group, rate in zip(run.optimizer.param_groups, first_rates, strict=True):
             group["lr"] = rate * factor
         loss, _ = run.gradients(step, case.whole_batch_of(step + passed))
