@@ -6,7 +6,7 @@
     [layout.parts] "vision" = "fsdp"
     [train]        batch, steps, loss, schedule, logging ...
     [lr_schedule]  build = "package.module:callable", and its own arguments
-    [optimizer]    name, no_decay, decay_min_dims, groups, and that optimizer's own arguments
+    [optimizer]    name | build, no_decay, groups ..., and that optimizer's own arguments
     [precision]    compute = "fp32"
     [checkpoint]   every, keep, keep_every, restarts
     [pipeline]     schedule = "1f1b", cut = "parameters", and that schedule's own arguments
@@ -221,11 +221,19 @@ class LRScheduleConfig(CallableTable):
 class OptimizerConfig(CallableTable):
     """[optimizer]"""
 
-    name: str = Field(
-        default="adamw",
+    name: str = Field(default="adamw", description="an optimizer of docs/optimizers.md")
+    build: str | None = Field(
+        default=None,
         description=(
-            'an optimizer of docs/optimizers.md, or "package.module:callable" of (parameters,'
-            " **arguments) that makes one"
+            '"package.module:callable" of (parameters, **arguments) that makes another one, in'
+            " place of name: any class of torch.optim.Optimizer, or a function"
+        ),
+    )
+    updates_each: Literal["element", "tensor"] | None = Field(
+        default=None,
+        description=(
+            "how much of a parameter an update by `build` looks at; without it the mark of its"
+            " class, docs/optimizers.md"
         ),
     )
     no_decay: Strings = Field(
@@ -246,6 +254,18 @@ class OptimizerConfig(CallableTable):
             ' "embedding.*" = { lr = 1e-4 }; the first that matches holds'
         ),
     )
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if ":" in self.name:
+            problem, fix = "is code, not the name of an optimizer", f'write build = "{self.name}"'
+            raise table_error(problem, fix, name=self.name)
+        if self.build is not None and "name" in self.model_fields_set:
+            raise table_error("is given beside build", "leave one of them out", name=self.name)
+        if self.build is None and self.updates_each is not None:
+            fix = "leave it out: of the optimizers that weft knows it is known"
+            raise table_error("has no effect without build", fix, updates_each=self.updates_each)
+        return self
 
 
 class PrecisionConfig(TomlTable):

@@ -24,6 +24,7 @@ from .optimizer_factory import (
     known_optimizers as known_optimizers,
     make_optimizer as make_optimizer,
 )
+from .optimizer_trial import try_optimizer as try_optimizer
 from .optimizers import (
     Optimizers as Optimizers,
     check_codec as check_codec,

@@ -269,10 +269,12 @@ def build_loss(run: RunConfig) -> Loss:
 def build_optimizer(run: RunConfig) -> OptimizerFactory:
     """The optimizer of [optimizer], as a function of named parameters. Raises ConfigError."""
     table = run.optimizer
-    named = ":" in table.name
-    kind = resolve_callable(table.name, run.folder, "optimizer.name") if named else table.name
+    kind: str | Callable[..., Any] = table.name
+    if table.build is not None:
+        kind = resolve_callable(table.build, run.folder, "optimizer.build")
     return make_optimizer(
         kind,
+        updates_each=table.updates_each,
         no_decay=table.no_decay,
         decay_min_dims=table.decay_min_dims,
         groups=table.groups,
