@@ -96,6 +96,13 @@ class ModelConfig(CallableTable):
             ' of one, as in { r = 8, target_modules = ["q_proj", "v_proj"] } (docs/fine_tuning.md)'
         ),
     )
+    freeze: Strings = Field(
+        default=(),
+        description=(
+            'globs of parameters that are not trained, as in ["embedding.*", "blocks.0.*"]'
+            " (docs/fine_tuning.md)"
+        ),
+    )
 
     @model_validator(mode="after")
     def _one(self) -> Self:

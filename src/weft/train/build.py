@@ -42,6 +42,7 @@ from weft.nn import (
     build_hf_model,
     check_loss,
     deferred_init,
+    freeze,
     hf_weight_files,
     split_adapter_tensors,
 )
@@ -75,6 +76,24 @@ def build_model(
     Raises:
         ConfigError: The model cannot be built.
     """
+    return _frozen(run, _built(run, device, dtype, seed, tensors, with_adapter), with_adapter)
+
+
+def _frozen(run: RunConfig, model: nn.Module, with_adapter: bool) -> nn.Module:
+    if with_adapter or run.model.adapter is None:
+        freeze(model, run.model.freeze)
+    return model
+
+
+def _built(
+    run: RunConfig,
+    device: str | torch.device,
+    dtype: torch.dtype | None,
+    seed: int | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+    with_adapter: bool = True,
+) -> nn.Module:
+    """The model as `build_model` makes it, before parameters are frozen."""
     device = torch.device(device)
     undrawn = _Undrawn() if device.type == "meta" else nullcontext()
     adapter = _adapter(run) if with_adapter else None
@@ -203,9 +222,10 @@ def build_skeleton(run: RunConfig, with_adapter: bool = True) -> nn.Module:
     made. `with_adapter`: as of `build_model`."""
     dtype = planned_dtype(run)
     try:
-        return build_model(run, device="meta", dtype=dtype, with_adapter=with_adapter)
+        built = _built(run, "meta", dtype, with_adapter=with_adapter)
     except ConfigError:
-        return build_model(run, dtype=dtype, with_adapter=with_adapter)
+        built = _built(run, "cpu", dtype, with_adapter=with_adapter)
+    return _frozen(run, built, with_adapter)
 
 
 def build_dataset(run: RunConfig, split: str = "train") -> data.Dataset:

@@ -46,6 +46,9 @@ def coverage(
         Covered(CHECKED, "the samples of each step, and the order of three epochs"),
         Covered(CHECKED, "dropout and random numbers: the same on every layout; their laws"),
     ]
+    if run.model.freeze:
+        named = ", ".join(run.model.freeze)
+        rows.append(Covered(CHECKED, f"frozen, {named}: no gradient, no update, no state"))
     collectives = "collectives: bytes of the first step, kinds and counts of every step"
     if run.workers:
         rows.append(Covered(NOT, "calls between the driver and its workers"))
