@@ -88,6 +88,19 @@ class TrainConfig(TomlTable):
         le=1,
         description="final learning rate, as a fraction of lr",
     )
+    ema: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description=(
+            "keep an exponential moving average of the weights, of which this share stays in each"
+            " step; validation uses it (docs/optimizers.md)"
+        ),
+    )
+    ema_warmup: bool = Field(
+        default=False,
+        description="of the average at most (1 + n) / (10 + n) stays in step n",
+    )
     eval_every: int = Field(default=0, ge=0, description="steps between validations; 0: never")
     eval_batches: int = Field(default=8, gt=0, description="batches per validation")
     log_every: int = Field(default=10, gt=0, description="steps between lines of metrics")
@@ -204,6 +217,9 @@ class TrainConfig(TomlTable):
                     raise table_error(
                         f"has no effect with compile = {self.compile!r}", fix, **{name: value}
                     )
+        if self.ema_warmup and self.ema is None:
+            fix = "write ema, as in 0.999, or leave it out"
+            raise table_error("has no effect without ema", fix, ema_warmup=True)
         self._schedule_fits()
         return self
 

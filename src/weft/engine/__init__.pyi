@@ -47,4 +47,9 @@ from .replica_sync.outer_optimizer import message_params as message_params
 from .rpc.calls import ModuleCalls as ModuleCalls
 from .rpc.remote_engine import Remote as Remote, check_worker_plan as check_worker_plan
 from .setup import check_offload_device as check_offload_device, own_device as own_device
+from .weight_average import (
+    WeightAverage as WeightAverage,
+    averaged_name as averaged_name,
+    check_average as check_average,
+)
 from .whole_batch import LazyBatch as LazyBatch

@@ -23,6 +23,7 @@ from weft.core import (
 )
 from weft.engine import (
     OptimizerFactory,
+    check_average,
     check_codec,
     check_compiled,
     check_float8,
@@ -96,6 +97,8 @@ def check_run(
             check_compiled(bare, each.blocks)
             resolve_compile(run.train.compile_options, each, own_device())
             _check_period(run, each)
+            if run.train.ema is not None:
+                check_average(each, run.train.ema, bool(run.workers))
             check_sizes(bare, train, [each])
             plans.append(each)
         except Refusal as reason:

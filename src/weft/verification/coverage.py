@@ -64,6 +64,8 @@ def coverage(
     ):
         if getattr(t, key) is not None:
             rows.append(Covered(NOT if trained and key not in happened else deep, what))
+    if t.ema is not None:
+        rows.append(Covered(deep, "averages of weights: train.ema"))
     if t.eval_every:
         rows.append(Covered(deep, "validation"))
     rows.append(Covered(deep, "saving; resuming on the same layout and on others"))

@@ -299,6 +299,8 @@ def _exercised(run: RunConfig, wanted: Trajectory) -> list[Proof]:
     if t.rollback is not None:
         shown = f"{wanted.taken_back} times, at {t.rollback:.4g} times the median"
         found.append(Proof("rolled back", shown))
+    if t.ema is not None:
+        found.append(Proof("averaged", f"weights, {t.ema:.6g} of which stays in each step"))
     if t.eval_every:
         shown = f"{len(wanted.validations)} times, {t.eval_batches} batches each"
         found.append(Proof("validated", shown))
