@@ -104,11 +104,11 @@ class TrainConfig(TomlTable):
     eval_every: int = Field(default=0, ge=0, description="steps between validations; 0: never")
     eval_batches: int = Field(default=8, gt=0, description="batches per validation")
     log_every: int = Field(default=10, gt=0, description="steps between lines of metrics")
-    recompute: str | int = Field(
+    recompute: str | int | tuple[str, ...] = Field(
         default="none",
         description=(
-            'activation recomputation: "none", "selective" (attention), "full", or k: every k-th'
-            " block"
+            'activation recomputation: "none", "selective" (attention), "full", k: every k-th'
+            ' block, or globs of modules, as in ["blocks.0", "blocks.1?"]'
         ),
     )
     logits: Literal["auto", "whole", "chunks"] = Field(
@@ -183,6 +183,8 @@ class TrainConfig(TomlTable):
     def _recompute(cls, value: object) -> object:
         if value in ("none", "selective", "full") or (type(value) is int and value > 0):
             return value
+        if isinstance(value, list | tuple) and value and all(isinstance(v, str) for v in value):
+            return tuple(value)
         hint = (
             nearest(value, ("none", "selective", "full"))
             if isinstance(value, str)
@@ -190,7 +192,7 @@ class TrainConfig(TomlTable):
         )
         raise table_error(
             "is no way to recompute",
-            f'write "none", "selective", "full" or a number of blocks; {hint}',
+            f'write "none", "selective", "full", a number of blocks, or a list of modules; {hint}',
         )
 
     @model_validator(mode="after")
