@@ -524,7 +524,7 @@ def test_the_old_name_of_an_option_names_the_new_one() -> None:
         ("model.build", "weft.train.build:os.system", "model.build"),
         ("data.build", "touched:rows", "data.build"),
         ("train.loss", "touched:loss", "train.loss"),
-        ("optimizer.name", "touched:Optimizer", "optimizer.name"),
+        ("optimizer.build", "touched:Optimizer", "optimizer.build"),
         ("pipeline.schedule", "touched:schedule", "pipeline.schedule"),
     ],
 )

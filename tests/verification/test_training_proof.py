@@ -91,8 +91,8 @@ MUTANTS: dict[str, tuple[str, str, str, str, str]] = {
         "dp2",
         "weft.train.lr_schedule",
         "lr_factor",
-        "return (step + 1) / warmup",
-        "return 1.0",
+        "risen = (step + 1) / warmup",
+        "risen = 1.0",
     ),
     "a schedule that ends at 0": (
         "dp2",

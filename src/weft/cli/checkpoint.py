@@ -51,6 +51,9 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge", help="The whole model, with the adapter merged into it.")
     ] = False,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="The moving averages of the weights (train.ema).")
+    ] = False,
 ) -> None:
     """Write a run's weights as a directory that transformers' from_pretrained loads; of a run that
     trains an adapter those of the adapter, as peft loads them."""
@@ -59,7 +62,7 @@ def export(
 
         if dtype is not None and dtype not in DTYPES:
             raise ConfigError("--dtype", dtype, "is no dtype", nearest(dtype, DTYPES))
-        found = export_weights(folder, to, step, dtype, merge=merge)
+        found = export_weights(folder, to, step, dtype, merge=merge, averaged=ema)
         typer.echo(
             f"step {found.step}: {found.tensors} tensors, {found.nbytes:,} B, in {found.files}"
             f" files -> {to}"

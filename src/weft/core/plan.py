@@ -46,7 +46,7 @@ class Plan:
     axes: AxisTable = field(repr=False)  # all axes there are, with what each divides
     accumulate: int = 1
     blocks: tuple[str, ...] = ()  # the repeated modules: units of recompute
-    recompute: str | int = "none"  # none, selective, full, or k: every k-th block
+    recompute: str | int | tuple[str, ...] = "none"  # none, selective, full, every k-th, or these
     precision: str = "fp32"  # fp64, fp32, bf16, fp16: what is computed in
     reduce: str = "fp32"  # what gradients are summed in: fp32, or with bf16 also bf16
     batchnorms: tuple[str, ...] = ()  # modules whose statistics are the whole microbatch's
@@ -311,6 +311,8 @@ class Plan:
         """The blocks whose forward runs again in backward."""
         if self.recompute == "full":
             return self.blocks
+        if isinstance(self.recompute, tuple):
+            return self.recompute
         return self.blocks[:: self.recompute] if isinstance(self.recompute, int) else ()
 
     def __str__(self) -> str:
@@ -322,12 +324,13 @@ class Plan:
     @property
     def _head(self) -> str:
         count = sum(prod(weight.shape) for weight in self.weights) / 1e6
+        again = ", ".join(r) if isinstance(r := self.recompute, tuple) else r
         ahead = f"; fsdp_prefetch {self.fsdp_prefetch}" if self.fsdp_prefetch else ""
         return (
             f"layout {self.layout}: {self.layout.world} ranks; batch {self.batch} ="
             f" {self.data_size} data ranks x {self.accumulate} microbatches x {self.microbatch}"
             f" samples\n{count:.2f} M parameters in {len(self.weights)} tensors; compute"
-            f" {self.dtypes}; recompute {self.recompute}"
+            f" {self.dtypes}; recompute {again}"
             f"{'; activations offloaded' if self.offload_activations else ''}{ahead}"
         )
 

@@ -5,7 +5,8 @@
     [layout]       axes = "dp2.tp2"
     [layout.parts] "vision" = "fsdp"
     [train]        batch, steps, loss, schedule, logging ...
-    [optimizer]    name, no_decay, decay_min_dims, groups, and that optimizer's own arguments
+    [lr_schedule]  build = "package.module:callable", and its own arguments
+    [optimizer]    name | build, no_decay, groups ..., and that optimizer's own arguments
     [precision]    compute = "fp32"
     [checkpoint]   every, keep, keep_every, restarts
     [pipeline]     schedule = "1f1b", cut = "parameters", and that schedule's own arguments
@@ -13,8 +14,8 @@
     [roles]        "blocks.*.up" = "column"
     [workers]      storage = ["embedding"]
 
-All other keys of [model], [data], [optimizer], [pipeline] and [sync] are arguments of what the
-table names; `weft.train.build` checks them.
+All other keys of [model], [data], [lr_schedule], [optimizer], [pipeline] and [sync] are arguments
+of what the table names; `weft.train.build` checks them.
 """
 
 from __future__ import annotations
@@ -46,6 +47,15 @@ Strings = Annotated[
     BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
 ]
 DEFAULT_LOSS = "weft.losses:next_token"
+# of [train], which say what the learning rate of a step is
+RATE_KEYS = (
+    "warmup",
+    "warmup_shape",
+    "start_lr_ratio",
+    "decay",
+    "decay_share",
+    "min_lr_ratio",
+)
 # a Layout, written as its text
 LayoutValue = Annotated[InstanceOf[Layout], PlainSerializer(str, return_type=str)]
 Task = Literal[
@@ -84,6 +94,13 @@ class ModelConfig(CallableTable):
         description=(
             "an adapter of peft, which alone is trained: a directory that peft saved, or arguments"
             ' of one, as in { r = 8, target_modules = ["q_proj", "v_proj"] } (docs/fine_tuning.md)'
+        ),
+    )
+    freeze: Strings = Field(
+        default=(),
+        description=(
+            'globs of parameters that are not trained, as in ["embedding.*", "blocks.0.*"]'
+            " (docs/fine_tuning.md)"
         ),
     )
 
@@ -185,14 +202,45 @@ def _parse_layout(field: str, value: object) -> object:
         raise LayoutError(field, value, error.problem, error.fix) from None
 
 
+class LRScheduleConfig(CallableTable):
+    """[lr_schedule]"""
+
+    build: str | None = Field(
+        default=None,
+        description=(
+            '"package.module:callable" that returns a function from a step, the first is 0, to the'
+            " factor of the learning rate, in place of warmup and decay of [train]; it gets `steps`"
+            " if it has that parameter"
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _named(self) -> Self:
+        if self.build is None and self.arguments:
+            raise table_error(
+                "names nothing that would take its keys",
+                'write build = "package.module:callable", or leave the table out',
+                **self.arguments,
+            )
+        return self
+
+
 class OptimizerConfig(CallableTable):
     """[optimizer]"""
 
-    name: str = Field(
-        default="adamw",
+    name: str = Field(default="adamw", description="an optimizer of docs/optimizers.md")
+    build: str | None = Field(
+        default=None,
         description=(
-            'an optimizer of docs/optimizers.md, or "package.module:callable" of (parameters,'
-            " **arguments) that makes one"
+            '"package.module:callable" of (parameters, **arguments) that makes another one, in'
+            " place of name: any class of torch.optim.Optimizer, or a function"
+        ),
+    )
+    updates_each: Literal["element", "tensor"] | None = Field(
+        default=None,
+        description=(
+            "how much of a parameter an update by `build` looks at; without it the mark of its"
+            " class, docs/optimizers.md"
         ),
     )
     no_decay: Strings = Field(
@@ -213,6 +261,18 @@ class OptimizerConfig(CallableTable):
             ' "embedding.*" = { lr = 1e-4 }; the first that matches holds'
         ),
     )
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if ":" in self.name:
+            problem, fix = "is code, not the name of an optimizer", f'write build = "{self.name}"'
+            raise table_error(problem, fix, name=self.name)
+        if self.build is not None and "name" in self.model_fields_set:
+            raise table_error("is given beside build", "leave one of them out", name=self.name)
+        if self.build is None and self.updates_each is not None:
+            fix = "leave it out: of the optimizers that weft knows it is known"
+            raise table_error("has no effect without build", fix, updates_each=self.updates_each)
+        return self
 
 
 class PrecisionConfig(TomlTable):
@@ -295,6 +355,7 @@ class RunConfig(TomlTable):
     data: DataConfig
     layout: LayoutConfig = LayoutConfig()
     train: TrainConfig
+    lr_schedule: LRScheduleConfig = LRScheduleConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     precision: PrecisionConfig = PrecisionConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -312,6 +373,14 @@ class RunConfig(TomlTable):
         min_length=1,
         description="where modules and relative paths are found (default: the run file's folder)",
     )
+
+    @model_validator(mode="after")
+    def _one_schedule(self) -> Self:
+        for name in RATE_KEYS if self.lr_schedule.build is not None else ():
+            if (value := getattr(self.train, name)) != TrainConfig.model_fields[name].default:
+                problem = "has no effect where [lr_schedule] names a schedule"
+                raise table_error(problem, "leave one of them out", **{f"train.{name}": value})
+        return self
 
     @property
     def loss(self) -> str:

@@ -58,10 +58,29 @@ class TrainConfig(TomlTable):
         ),
     )
     warmup: int = Field(
-        default=0, ge=0, description="steps over which the learning rate rises from 0"
+        default=0, ge=0, description="steps over which the learning rate rises to lr"
     )
-    decay: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="how the learning rate falls"
+    warmup_shape: Literal["linear", "cosine"] = Field(
+        default="linear", description="how the learning rate rises"
+    )
+    start_lr_ratio: float = Field(
+        default=0.0, ge=0, le=1, description="what it rises from, as a fraction of lr"
+    )
+    decay: Literal["constant", "linear", "cosine", "sqrt"] = Field(
+        default="constant",
+        description=(
+            "how the learning rate falls (WSD, one-cycle and functions of your own:"
+            " docs/optimizers.md)"
+        ),
+    )
+    decay_share: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description=(
+            "the share of all steps in which the learning rate falls, the last ones (default: all"
+            " after warm-up)"
+        ),
     )
     min_lr_ratio: float = Field(
         default=0.0,
@@ -69,14 +88,27 @@ class TrainConfig(TomlTable):
         le=1,
         description="final learning rate, as a fraction of lr",
     )
+    ema: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description=(
+            "keep an exponential moving average of the weights, of which this share stays in each"
+            " step; validation uses it (docs/optimizers.md)"
+        ),
+    )
+    ema_warmup: bool = Field(
+        default=False,
+        description="of the average at most (1 + n) / (10 + n) stays in step n",
+    )
     eval_every: int = Field(default=0, ge=0, description="steps between validations; 0: never")
     eval_batches: int = Field(default=8, gt=0, description="batches per validation")
     log_every: int = Field(default=10, gt=0, description="steps between lines of metrics")
-    recompute: str | int = Field(
+    recompute: str | int | tuple[str, ...] = Field(
         default="none",
         description=(
-            'activation recomputation: "none", "selective" (attention), "full", or k: every k-th'
-            " block"
+            'activation recomputation: "none", "selective" (attention), "full", k: every k-th'
+            ' block, or globs of modules, as in ["blocks.0", "blocks.1?"]'
         ),
     )
     logits: Literal["auto", "whole", "chunks"] = Field(
@@ -151,6 +183,8 @@ class TrainConfig(TomlTable):
     def _recompute(cls, value: object) -> object:
         if value in ("none", "selective", "full") or (type(value) is int and value > 0):
             return value
+        if isinstance(value, list | tuple) and value and all(isinstance(v, str) for v in value):
+            return tuple(value)
         hint = (
             nearest(value, ("none", "selective", "full"))
             if isinstance(value, str)
@@ -158,7 +192,7 @@ class TrainConfig(TomlTable):
         )
         raise table_error(
             "is no way to recompute",
-            f'write "none", "selective", "full" or a number of blocks; {hint}',
+            f'write "none", "selective", "full", a number of blocks, or a list of modules; {hint}',
         )
 
     @model_validator(mode="after")
@@ -185,10 +219,32 @@ class TrainConfig(TomlTable):
                     raise table_error(
                         f"has no effect with compile = {self.compile!r}", fix, **{name: value}
                     )
+        if self.ema_warmup and self.ema is None:
+            fix = "write ema, as in 0.999, or leave it out"
+            raise table_error("has no effect without ema", fix, ema_warmup=True)
+        self._schedule_fits()
+        return self
+
+    def _schedule_fits(self) -> None:
         if self.steps is not None and self.warmup > self.steps:
             raise table_error(
                 "is longer than the whole run",
                 f"use at most steps = {self.steps}",
                 warmup=self.warmup,
             )
-        return self
+        if self.decay == "constant" and self.decay_share is not None:
+            fix = 'write decay, as in "linear", or leave decay_share out'
+            problem = "has no effect with decay = 'constant'"
+            raise table_error(problem, fix, decay_share=self.decay_share)
+        for name, default in (("warmup_shape", "linear"), ("start_lr_ratio", 0.0)):
+            if not self.warmup and (value := getattr(self, name)) != default:
+                fix = f"write warmup, the number of steps that it has, or leave {name} out"
+                raise table_error("has no effect without warmup", fix, **{name: value})
+        if self.steps is None or self.decay_share is None:
+            return
+        if (falls := round(self.decay_share * self.steps)) + self.warmup > self.steps:
+            problem = (
+                f"is {falls} of {self.steps} steps, and warmup has {self.warmup}: more than the run"
+            )
+            fix = "use a smaller share, or leave decay_share out for all steps after warm-up"
+            raise table_error(problem, fix, decay_share=self.decay_share)

@@ -24,6 +24,7 @@ from .optimizer_factory import (
     known_optimizers as known_optimizers,
     make_optimizer as make_optimizer,
 )
+from .optimizer_trial import try_optimizer as try_optimizer
 from .optimizers import (
     Optimizers as Optimizers,
     check_codec as check_codec,
@@ -46,4 +47,9 @@ from .replica_sync.outer_optimizer import message_params as message_params
 from .rpc.calls import ModuleCalls as ModuleCalls
 from .rpc.remote_engine import Remote as Remote, check_worker_plan as check_worker_plan
 from .setup import check_offload_device as check_offload_device, own_device as own_device
+from .weight_average import (
+    WeightAverage as WeightAverage,
+    averaged_name as averaged_name,
+    check_average as check_average,
+)
 from .whole_batch import LazyBatch as LazyBatch

@@ -125,7 +125,7 @@ class CheckpointState:
         if saved is not None:
             self._note_lost_codec_state(saved)
             self.update.make_state(saved)
-        yield from self._optimizer_tensors()
+        yield from self._optimizer_tensors(saved is not None)
 
     def weights(self) -> Iterator[LocalShard]:
         """This rank's part of each weight, written by one rank of each replica. Storage is live."""
@@ -158,12 +158,13 @@ class CheckpointState:
         mine = {name for name, _ in self.codec_tensors()}
         self.codec_state_lost = had != mine and any(name.startswith("sync/") for name in saved)
 
-    def _optimizer_tensors(self) -> Iterator[LocalShard]:
+    def _optimizer_tensors(self, loading: bool) -> Iterator[LocalShard]:
         for name, held in self.update.held.items():
             whole = name in self.update.whole  # the rank that updates it has it alone of its peers
             blocks = state_blocks(self.update.optimizer)
-            for key, value in self.update.optimizer.state.get(held, {}).items():
-                if not isinstance(value, Tensor):
+            for key in self.update.optimizer.state.get(held, {}):
+                value = self.update.state_tensor(held, key, loading)
+                if value is None:
                     continue
                 full, owner = f"optimizer/{name}/{key}", self._owners.get(name, 0)
                 if key in blocks and not whole:

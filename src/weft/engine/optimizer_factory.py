@@ -46,7 +46,8 @@ def known_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
 class OptimizerFactory:
     """Makes an optimizer from a list of (name, parameter); an Engine takes it as its `optimizer`.
 
-    `kind(parameters, **arguments)` is the optimizer. Of `groups`, glob of names -> settings, the
+    `kind(parameters, **arguments)` is the optimizer, and `updates_each` its mark if its class has
+    none. Of `groups`, glob of names -> settings, the
     first that matches a parameter holds. Where it says nothing of weight decay, parameters that
     match `no_decay`, or have fewer dims than `decay_min_dims`, have none. A shard has as many dims
     as the whole parameter, so groups do not depend on the layout.
@@ -57,8 +58,20 @@ class OptimizerFactory:
     no_decay: tuple[str, ...] = ()
     decay_min_dims: int = 0
     groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    updates_each: str | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether the optimizer is one of weft's own list."""
+        return self.kind in known_optimizers().values()
 
     def __call__(self, named: NamedParameters) -> torch.optim.Optimizer:
+        made = self._made(named)
+        if self.updates_each is not None:
+            made.updates_each = self.updates_each  # type: ignore[attr-defined]
+        return made
+
+    def _made(self, named: NamedParameters) -> torch.optim.Optimizer:
         named = list(named)
         grouped: dict[tuple, tuple[dict[str, Any], list[tuple[str, nn.Parameter]]]] = {}
         for name, p in named:
@@ -139,16 +152,19 @@ def make_optimizer(
     no_decay: Sequence[str] = (),
     decay_min_dims: int = 0,
     groups: Mapping[str, Mapping[str, Any]] | None = None,
+    updates_each: str | None = None,
     **arguments: Any,
 ) -> OptimizerFactory:
     """An optimizer with parameter groups, for `weft.Engine`, `weft.verify` or a loop of your own.
 
     Args:
-        kind: A name such as "adamw", or an optimizer class.
+        kind: A name such as "adamw", or an optimizer class, or a function that makes one.
         no_decay: Globs of names of parameters without weight decay.
         decay_min_dims: Parameters with fewer dims have no weight decay; 2 spares norms and biases.
         groups: Glob of names -> arguments that differ for these parameters; the first one that
             matches holds.
+        updates_each: "element" or "tensor": what an update of the optimizer depends on, if its
+            class has no mark (docs/optimizers.md).
         **arguments: The optimizer's own arguments.
 
     Returns:
@@ -169,7 +185,7 @@ def make_optimizer(
         pattern: {key: _tuples(value) for key, value in settings.items()}
         for pattern, settings in (groups or {}).items()
     }
-    made = OptimizerFactory(found, own, tuple(no_decay), decay_min_dims, each)
+    made = OptimizerFactory(found, own, tuple(no_decay), decay_min_dims, each, updates_each)
     _check_arguments(made, name)
     return made
 
@@ -201,6 +217,9 @@ def _check_arguments(made: OptimizerFactory, name: str) -> None:
     defaults = {key: p.default for key, p in parameters.items()}
     _check_values("optimizer", made, made.arguments, defaults)
     whole = _try(made, name, {}, "optimizer")
+    if not isinstance(whole, torch.optim.Optimizer):
+        problem = f"makes {type(whole).__name__}, which is no torch.optim.Optimizer"
+        raise ConfigError("optimizer.build", name, problem, "return one")
     allowed = {key for group in whole.param_groups for key in group} - {"params", "param_names"}
     if "weight_decay" not in allowed:
         for key, value in (("no_decay", made.no_decay), ("decay_min_dims", made.decay_min_dims)):
@@ -225,7 +244,7 @@ def _check_values(
     """Refuse values on which an optimizer fails or diverges at its first step only. `like`: values
     that it takes. What an optimizer of the user's own means by a value it says itself, but for the
     rate. Raises ConfigError."""
-    known = made.kind in known_optimizers().values()
+    known = made.known
     for key, value in given.items():
         usual, field_name = like.get(key), f"{table}.{key}"
         numbers = value if isinstance(value, tuple) else (value,)

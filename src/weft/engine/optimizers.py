@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -84,8 +85,8 @@ def updates_tensors(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer is known to update each parameter by itself."""
     return all(
         is_elementwise(part)
-        or isinstance(part, WHOLE_TENSORS)
-        or getattr(type(part), "updates_each", None) == "tensor"
+        or _computes_as(part, WHOLE_TENSORS)
+        or getattr(part, "updates_each", None) == "tensor"
         for part in parts_of(optimizer)
     )
 
@@ -137,9 +138,21 @@ def refused_by_servers(optimizer: torch.optim.Optimizer, plan: Plan) -> ConfigEr
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer is known to update each element by itself."""
-    if isinstance(optimizer, ELEMENTWISE):
-        return True
-    return getattr(type(optimizer), "updates_each", None) == "element"
+    marked = getattr(optimizer, "updates_each", None)
+    return marked == "element" if marked else _computes_as(optimizer, ELEMENTWISE)
+
+
+def _computes_as(optimizer: torch.optim.Optimizer, kinds: Iterable[type]) -> bool:
+    """Whether an optimizer is of one of these classes, or of a subclass that leaves the step to
+    it."""
+    own = type(optimizer)
+    base = next((kind for kind in kinds if issubclass(own, kind)), None)
+    return base is not None and all(
+        # torch wraps the step of each class that is made
+        inspect.unwrap(getattr(own, name)) is inspect.unwrap(getattr(base, name))
+        for name in ("step", "_init_group")
+        if hasattr(base, name)
+    )
 
 
 def refuse_kind(kind: type, value: object) -> None:
@@ -172,8 +185,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
             name,
             f"it is not known to update each tensor by itself, and {layout} divides the parameters"
             f" over {' and '.join(apart)}",
-            "mark its class @weft.optimizers.elementwise or @weft.optimizers.whole_tensors if that"
-            " is what it does; else use dp",
+            "mark its class @weft.optimizers.elementwise or @weft.optimizers.whole_tensors, or"
+            ' write optimizer.updates_each = "element" or "tensor", if that is what it does; else'
+            " use dp",
         )
 
 
@@ -191,6 +205,11 @@ def check_codec(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
             f"{codec.name} applies the momentum itself, and sends sums of many steps",
             "use sgd without momentum, or another codec",
         )
+
+
+def number_state(value: object) -> bool:
+    """Whether a piece of state is a number, such as a count of steps."""
+    return type(value) in (int, float)
 
 
 def make_state(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from weft.core import Plan, whole_updates
@@ -23,6 +23,7 @@ from .optimizers import (
     check_optimizer,
     make_state,
     needs_whole,
+    number_state,
     refused_by_servers,
 )
 from .whole_exchange import WholeExchange
@@ -47,6 +48,8 @@ class ParamUpdate:
         if isinstance(make, OptimizerFactory):
             make.check(plan.weights)
         self._params, self._updates = params, updates
+        # numbers of optimizer state, and tensors which a checkpoint fills in their place
+        self._loading: list[tuple[nn.Parameter, str, Tensor]] = []
         trained = {name: p for name, p in params.items() if p.requires_grad}
         self.held = {name: _plain(p) for name, p in trained.items()}
         self.optimizer = self._made(make, mesh)
@@ -81,6 +84,7 @@ class ParamUpdate:
 
     def step(self) -> None:
         """One step of the optimizer with the gradients of the parameters."""
+        self._take_numbers()
         self._bind()
         for exchange in self.exchanges:
             exchange.gather()
@@ -96,6 +100,26 @@ class ParamUpdate:
         make_state(self.optimizer, self.held, saved, self._updates)
         for exchange in self.exchanges:
             exchange.release()
+
+    def state_tensor(self, held: nn.Parameter, key: str, loading: bool) -> Tensor | None:
+        """A piece of optimizer state as a checkpoint has it; None if it has it not. `loading`: it
+        will be filled from one."""
+        if not loading:
+            self._take_numbers()
+        value = self.optimizer.state[held][key]
+        if not number_state(value):
+            return value if isinstance(value, Tensor) else None
+        number = torch.tensor(value, dtype=torch.float64)
+        if loading:
+            self._loading.append((held, key, number))
+        return number
+
+    def _take_numbers(self) -> None:
+        """Read what a checkpoint has filled."""
+        for held, key, number in self._loading:
+            state = self.optimizer.state[held]
+            state[key] = type(state[key])(number.item())
+        self._loading.clear()
 
     def _bind(self) -> None:
         """What the optimizer has of sharded parameters is their memory of now: FSDP2 may move it

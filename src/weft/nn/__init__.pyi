@@ -52,6 +52,7 @@ from .expert_roles import (
     find_experts as find_experts,
     why_no_experts as why_no_experts,
 )
+from .freeze import freeze as freeze
 from .hf_adapter import (
     ADAPTER_WEIGHTS as ADAPTER_WEIGHTS,
     Adapter as Adapter,

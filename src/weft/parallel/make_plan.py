@@ -49,6 +49,7 @@ from .multihead_calls import called_attentions
 from .parts import check_parts, find_parts, part_notes, parts_on, roles_with_parts
 from .pipeline_checks import bubble_note, check_called_modules, check_stages
 from .plan_request import PlanRequest
+from .recomputed_modules import recomputed_modules
 from .sample_dims import dropped_shapes
 from .sample_pairs import outputs_of_pairs
 from .sequence_checks import check_shared_sequence
@@ -89,7 +90,7 @@ def plan(
     accumulate: int = 1,
     loss: Callable | None = None,
     roles: Mapping[str, object] | None = None,
-    recompute: str | int = "none",
+    recompute: str | int | Sequence[str] = "none",
     precision: str = "fp32",
     sync_batchnorm: bool = True,
     inputs: Sequence[str] | None = None,
@@ -107,8 +108,8 @@ def plan(
         loss: (output, batch) -> (sum, weight). If it is marked `weft.losses.vocab_parallel`, logits
             stay sharded over `tp`.
         roles: globs of module names -> roles of `tp` (docs/roles.md). Default: read or guessed.
-        recompute: "none", "selective" (the attention core), "full", or k for every k-th block
-            (Korthikanti et al. 2022).
+        recompute: "none", "selective" (the attention core), "full", k for every k-th block
+            (Korthikanti et al. 2022), or globs of names of modules.
         precision: dtype of computation: "fp32", "bf16", "fp16" or "fp64" (docs/precision.md).
         reduce: dtype in which gradients are summed with "bf16": "fp32" (default) or "bf16".
         float8: recipe by which linears multiply in float8, with "bf16": "rowwise",
@@ -152,7 +153,7 @@ def plan(
             accumulate,
             loss,
             roles,
-            recompute,
+            recompute if isinstance(recompute, str | int) else tuple(recompute),
             precision,
             reduce,
             sync_batchnorm,
@@ -208,6 +209,10 @@ def plan_from_request(request: PlanRequest) -> Plan:
     if layout.active_axes(*SEQUENCE_AXES):
         check_shared_sequence(request, layout, found, steps)
     blocks = callable_blocks(model, (b for blocks in found.blocks for b in blocks))
+    if isinstance(request.recompute, tuple):
+        again = recomputed_modules(model, request.recompute, blocks)
+        blocks = tuple(name for name, _ in model.named_modules() if name in {*blocks, *again})
+        request = replace(request, recompute=again)
     _check_recompute(request.recompute, blocks)
     check_prefetch(request.fsdp_prefetch, layout, steps)
     check_offload(request.offload_activations, blocks)
@@ -294,7 +299,9 @@ def _units(
 ) -> dict[str, str]:
     """Module that must lie in one stage -> the feature that needs it."""
     layout, recompute = request.layout, request.recompute
-    again = blocks if recompute == "full" else ()
+    again = recompute if isinstance(recompute, tuple) else ()
+    if recompute == "full":
+        again = blocks
     if isinstance(recompute, int):
         again = blocks[::recompute]
     units = {s.module: "sharding" for s in steps if s.gather is not None and s.module}
@@ -467,8 +474,8 @@ def _check_batch(layout: Layout, batch: int, accumulate: int) -> None:
         )
 
 
-def _check_recompute(recompute: str | int, blocks: tuple[str, ...]) -> None:
-    if recompute in ("none", "selective"):
+def _check_recompute(recompute: str | int | tuple[str, ...], blocks: tuple[str, ...]) -> None:
+    if recompute in ("none", "selective") or isinstance(recompute, tuple):
         return
     if recompute != "full" and not (isinstance(recompute, int) and recompute > 0):
         raise ConfigError(

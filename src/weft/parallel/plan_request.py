@@ -26,7 +26,7 @@ class PlanRequest:
     accumulate: int = 1
     loss: Callable | None = None
     roles: Mapping[str, object] | None = None
-    recompute: str | int = "none"
+    recompute: str | int | tuple[str, ...] = "none"
     precision: str = "fp32"
     reduce: str = "fp32"
     sync_batchnorm: bool = True

@@ -42,6 +42,7 @@ from weft.nn import (
     build_hf_model,
     check_loss,
     deferred_init,
+    freeze,
     hf_weight_files,
     split_adapter_tensors,
 )
@@ -75,6 +76,24 @@ def build_model(
     Raises:
         ConfigError: The model cannot be built.
     """
+    return _frozen(run, _built(run, device, dtype, seed, tensors, with_adapter), with_adapter)
+
+
+def _frozen(run: RunConfig, model: nn.Module, with_adapter: bool) -> nn.Module:
+    if with_adapter or run.model.adapter is None:
+        freeze(model, run.model.freeze)
+    return model
+
+
+def _built(
+    run: RunConfig,
+    device: str | torch.device,
+    dtype: torch.dtype | None,
+    seed: int | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+    with_adapter: bool = True,
+) -> nn.Module:
+    """The model as `build_model` makes it, before parameters are frozen."""
     device = torch.device(device)
     undrawn = _Undrawn() if device.type == "meta" else nullcontext()
     adapter = _adapter(run) if with_adapter else None
@@ -203,9 +222,10 @@ def build_skeleton(run: RunConfig, with_adapter: bool = True) -> nn.Module:
     made. `with_adapter`: as of `build_model`."""
     dtype = planned_dtype(run)
     try:
-        return build_model(run, device="meta", dtype=dtype, with_adapter=with_adapter)
+        built = _built(run, "meta", dtype, with_adapter=with_adapter)
     except ConfigError:
-        return build_model(run, dtype=dtype, with_adapter=with_adapter)
+        built = _built(run, "cpu", dtype, with_adapter=with_adapter)
+    return _frozen(run, built, with_adapter)
 
 
 def build_dataset(run: RunConfig, split: str = "train") -> data.Dataset:
@@ -269,10 +289,12 @@ def build_loss(run: RunConfig) -> Loss:
 def build_optimizer(run: RunConfig) -> OptimizerFactory:
     """The optimizer of [optimizer], as a function of named parameters. Raises ConfigError."""
     table = run.optimizer
-    named = ":" in table.name
-    kind = resolve_callable(table.name, run.folder, "optimizer.name") if named else table.name
+    kind: str | Callable[..., Any] = table.name
+    if table.build is not None:
+        kind = resolve_callable(table.build, run.folder, "optimizer.build")
     return make_optimizer(
         kind,
+        updates_each=table.updates_each,
         no_decay=table.no_decay,
         decay_min_dims=table.decay_min_dims,
         groups=table.groups,
@@ -293,15 +315,38 @@ def model_inputs(run: RunConfig, model: nn.Module) -> tuple[str, ...] | None:
 
 
 def build_lr_factor(run: RunConfig) -> Callable[[int], float]:
-    """The function from a step, counted from 0, to the factor of the learning rate."""
+    """The function from a step, counted from 0, to the factor of the learning rate. Raises
+    ConfigError."""
+    name = run.lr_schedule.build
     t = run.train
-    return partial(
-        lr_schedule.lr_factor,
-        steps=t.steps,
-        warmup=t.warmup,
-        decay=t.decay,
-        min_ratio=t.min_lr_ratio,
-    )
+    if name is None:
+        return partial(
+            lr_schedule.lr_factor,
+            steps=t.steps,
+            warmup=t.warmup,
+            decay=t.decay,
+            min_ratio=t.min_lr_ratio,
+            warmup_shape=t.warmup_shape,
+            start_ratio=t.start_lr_ratio,
+            decay_share=t.decay_share,
+        )
+    function = resolve_callable(name, run.folder, "lr_schedule.build")
+    arguments = run.lr_schedule.arguments
+    if "steps" in signature_of(function).parameters:
+        arguments = {"steps": t.steps, **arguments}
+    made = call_named(function, name, "lr_schedule", (), arguments)
+    if not callable(made):
+        problem = f"returns {type(made).__name__}, which cannot be called"
+        fix = "return a function from a step to the factor of the learning rate"
+        raise ConfigError("lr_schedule.build", name, problem, fix)
+    return lambda step: float(made(step))
+
+
+def check_lr_schedule(run: RunConfig) -> None:
+    """Refuse a schedule of the user's own that no run could resume. Raises ConfigError."""
+    if run.lr_schedule.build is not None:
+        make = partial(build_lr_factor, run)
+        lr_schedule.check_factors(make, run.lr_schedule.build, run.train.steps)
 
 
 def sample_batch(run: RunConfig, held: data.Dataset) -> dict[str, Tensor]:

@@ -8,29 +8,41 @@ from torch import Tensor, nn
 
 from weft.checkpoint import CheckpointIndex, CheckpointReader
 from weft.core import ConfigError
+from weft.engine import averaged_name
 from weft.nn import merged_sources, merged_weight
 from weft.parallel import weights_of
 
 
 class CheckpointWeights:
-    """The tensors of a checkpoint, by name."""
+    """The tensors of a checkpoint, by name; `averaged`: of weights their averages."""
 
     def __init__(
-        self, reader: CheckpointReader, contents: CheckpointIndex, dtype: torch.dtype | None
+        self,
+        reader: CheckpointReader,
+        contents: CheckpointIndex,
+        dtype: torch.dtype | None,
+        averaged: bool = False,
     ):
         self.step = contents.step
         self._reader, self._contents, self._dtype = reader, contents, dtype
+        self._averaged = averaged
+
+    def _stored(self, name: str) -> str:
+        """What is read for a tensor: its average, where that is wanted and there is one."""
+        average = averaged_name(name)
+        return average if self._averaged and average in self._contents.tensors else name
 
     def nbytes(self, name: str) -> int | None:
         """Its bytes in the checkpoint; None: it is not there."""
-        stored = self._contents.tensors.get(name)
+        stored = self._contents.tensors.get(self._stored(name))
         if stored is None:
             return None
         return torch.Size(stored.shape).numel() * stored.dtype.itemsize
 
     def read(self, name: str, cast: bool = True) -> Tensor:
         """The tensor, in the dtype that was chosen if `cast`."""
-        return self.cast(self._reader.read_tensor(name)) if cast else self._reader.read_tensor(name)
+        found = self._reader.read_tensor(self._stored(name))
+        return self.cast(found) if cast else found
 
     def cast(self, tensor: Tensor) -> Tensor:
         """Tensors of real numbers in the dtype that was chosen."""

@@ -45,6 +45,7 @@ from weft.core import (
     replace_file,
     whole_shard,
 )
+from weft.engine import averaged_name
 from weft.nn import (
     ADAPTER_WEIGHTS,
     adapter_state,
@@ -78,6 +79,7 @@ def export_weights(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     merge: bool = False,
+    averaged: bool = False,
 ) -> Exported:
     """Write the weights of a checkpoint to a directory that `from_pretrained` loads.
 
@@ -92,6 +94,7 @@ def export_weights(
         dtype: A key of DTYPES. Default: the checkpoint's dtype.
         shard_bytes: The most bytes in one file.
         merge: Write the whole model, with the adapter's weights merged into its own.
+        averaged: Write the moving averages that `train.ema` kept.
 
     Raises:
         ConfigError: The directory cannot be written, or there is no adapter to merge.
@@ -101,6 +104,9 @@ def export_weights(
     adapted = build.build_skeleton(run) if run.model.adapter is not None else None
     if merge and adapted is None:
         raise ConfigError("--merge", run.model.adapter, "the run has no adapter", "leave it out")
+    if averaged and not any(name.startswith(averaged_name("")) for name in contents.tensors):
+        problem = f"the checkpoint of step {contents.step} has no averages"
+        raise ConfigError("--ema", True, problem, "leave it out, or train with train.ema")
     model = _transformer(run) if adapted is None or merge else None
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ConfigError(
@@ -113,7 +119,7 @@ def export_weights(
         with CheckpointReader(source, contents) as reader:
             reader.check()
             to_dtype = DTYPES[dtype] if dtype is not None else None
-            weights = CheckpointWeights(reader, contents, to_dtype)
+            weights = CheckpointWeights(reader, contents, to_dtype, averaged)
             if model is None:
                 assert adapted is not None
                 found = _write_adapter(adapted, weights, partial)

@@ -3,20 +3,76 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+
+from weft.core import ConfigError
+
+MOST_CHECKED = 1000  # steps
+
+Factor = Callable[[int], float]
 
 
 def lr_factor(
-    step: int, steps: int, warmup: int = 0, decay: str = "constant", min_ratio: float = 0.0
+    step: int,
+    steps: int,
+    warmup: int = 0,
+    decay: str = "constant",
+    min_ratio: float = 0.0,
+    *,
+    warmup_shape: str = "linear",
+    start_ratio: float = 0.0,
+    decay_share: float | None = None,
 ) -> float:
     """What the learning rate of step `step` (the first is 0) of `steps` is multiplied by.
 
-    Rises in a line over the first `warmup` steps, then falls to `min_ratio` at step `steps`, in a
-    line or as half a cosine (Loshchilov and Hutter 2017), or stays ("constant").
+    Rises over the first `warmup` steps from `start_ratio` to 1, stays, and falls in the last steps,
+    a `decay_share` of all (None: all that are left), to `min_ratio` at step `steps`: in a line, as
+    half a cosine (Loshchilov and Hutter 2017), as 1 minus a square root (Haegele et al. 2024), or
+    not at all ("constant").
     """
     if step < warmup:
-        return (step + 1) / warmup
+        risen = (step + 1) / warmup
+        if warmup_shape == "cosine":
+            risen = (1 - math.cos(math.pi * risen)) / 2
+        return start_ratio + (1 - start_ratio) * risen
     if decay == "constant":
         return 1.0
-    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
-    falling = 1 - progress if decay == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    begin = warmup
+    if decay_share is not None:
+        begin = max(warmup, steps - max(1, round(decay_share * steps)))
+    progress = min(1.0, max(0, step - begin) / max(1, steps - begin))
+    falling = {
+        "linear": 1 - progress,
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+        "sqrt": 1 - math.sqrt(progress),
+    }[decay]
     return min_ratio + (1 - min_ratio) * falling
+
+
+def check_factors(build: Callable[[], Factor], name: str, steps: int) -> None:
+    """Refuse a user's function whose factors are no numbers, or depend on the calls before. A run
+    that resumes calls it for the first time in the middle. Raises ConfigError."""
+    forward, backward = build(), build()
+    tried = range(0, steps, max(1, steps // MOST_CHECKED))
+    found = {step: _factor(forward, step, name) for step in tried}
+    for step in reversed(tried):
+        if (again := _factor(backward, step, name)) != found[step]:
+            problem = (
+                f"returns {found[step]:.9g} for step {step}, and {again:.9g} where steps are asked"
+                " for in another order"
+            )
+            fix = "let the factor depend on the step alone"
+            raise ConfigError("lr_schedule.build", name, problem, fix)
+
+
+def _factor(function: Factor, step: int, name: str) -> float:
+    fix = "return a function from a step to a number that is not negative"
+    try:
+        value = float(function(step))
+    except Exception as error:  # a user's function may fail in any way
+        problem = f"its function fails at step {step}: {type(error).__name__}: {error}"
+        raise ConfigError("lr_schedule.build", name, problem, fix) from error
+    if not 0 <= value < math.inf:
+        problem = f"its function returns {value} for step {step}"
+        raise ConfigError("lr_schedule.build", name, problem, fix)
+    return value

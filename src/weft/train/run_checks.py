@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -21,6 +22,8 @@ from weft.core import (
     place_modules,
 )
 from weft.engine import (
+    OptimizerFactory,
+    check_average,
     check_codec,
     check_compiled,
     check_float8,
@@ -30,6 +33,7 @@ from weft.engine import (
     check_worker_plan,
     own_device,
     resolve_compile,
+    try_optimizer,
 )
 from weft.nn import check_inputs, check_labels, find_roles
 from weft.parallel import (
@@ -45,6 +49,8 @@ from .build import (
     build_optimizer,
     build_plan,
     build_skeleton,
+    build_sync,
+    check_lr_schedule,
     model_inputs,
     planned_dtype,
     sample_batch,
@@ -73,7 +79,9 @@ def check_run(
         Refusal: The run, or a layout, or with `refused` every layout, cannot be trained.
     """
     bare, train = build_skeleton(run), build_dataset(run)
+    check_lr_schedule(run)
     factory = build_optimizer(run)
+    _check_own_optimizer(run, factory)
     made = factory([("weight", nn.Parameter(torch.zeros(2, 2)))])
     plans: list[Plan] = []
     last: Refusal | None = None
@@ -81,13 +89,16 @@ def check_run(
         try:
             each = plan_without_weights(with_layout(run, axes), bare, train)
             factory.check(each.weights)
-            check_optimizer(made, each.replica())
-            check_servers(made, each)
-            check_codec(made, each)
+            with _named_by(run):
+                check_optimizer(made, each.replica())
+                check_servers(made, each)
+                check_codec(made, each)
             _check_workers(run, bare, each)
             check_compiled(bare, each.blocks)
             resolve_compile(run.train.compile_options, each, own_device())
             _check_period(run, each)
+            if run.train.ema is not None:
+                check_average(each, run.train.ema, bool(run.workers))
             check_sizes(bare, train, [each])
             plans.append(each)
         except Refusal as reason:
@@ -112,6 +123,30 @@ def check_run(
     counted = any(laid.layout.size(*SEQUENCE_AXES) > 1 for laid in plans)
     dry_run(bare, loss, inputs, sample, counted=counted)
     return plans
+
+
+def _check_own_optimizer(run: RunConfig, factory: OptimizerFactory) -> None:
+    """Refuse what an optimizer of the user's own cannot do."""
+    if run.optimizer.build is None:
+        return
+    numbers, sync = try_optimizer(factory, run.optimizer.build), build_sync(run)
+    if numbers and (run.workers or sync.asynchronous):
+        where = "[workers]" if run.workers else f"servers of {sync.name}"
+        problem = f"it keeps numbers, such as its count of steps, and {where} send tensors alone"
+        fix = "keep them as tensors, or use adamw"
+        raise ConfigError("optimizer.build", run.optimizer.build, problem, fix)
+
+
+@contextmanager
+def _named_by(run: RunConfig) -> Iterator[None]:
+    """A refusal of an optimizer names the key that the run file has."""
+    try:
+        yield
+    except ConfigError as error:
+        if run.optimizer.build is None or error.field != "optimizer.name":
+            raise
+        built = "optimizer.build", run.optimizer.build
+        raise ConfigError(*built, error.problem, error.fix) from None
 
 
 def check_device(plans: Sequence[Plan], device: torch.device) -> None:

@@ -21,7 +21,7 @@ from weft.checkpoint import (
     latest_step,
 )
 from weft.core import CheckpointError, LocalShard, OutlierFilter, RunConfig, WeftError
-from weft.engine import StepResult, TrainingEngine
+from weft.engine import StepResult, TrainingEngine, WeightAverage
 from weft.launch import Watchdog
 
 from . import build
@@ -58,6 +58,7 @@ class TrainLoop:
     progress: Progress
     watchdog: Watchdog
     recorder: TraceRecorder | None = None
+    average: WeightAverage | None = None
     loss: float | None = None  # of the last step that was taken
     left_out: int = 0  # steps in a row
     skipped: Counter[str] = field(default_factory=Counter)  # steps of this run, by the reason
@@ -108,6 +109,8 @@ class TrainLoop:
             with self.traffic.step(), refuse_unknown_tokens(self.engine, batch):
                 unread.append(self.engine.step(batch))
             recent.append(unread[-1])
+            if self.average is not None and not unread[-1].skipped:
+                self.average.update()
             self.idle_s += self.engine.waited_s - idle_s
             if self.recorder is not None:
                 self.recorder.after()
@@ -217,7 +220,7 @@ class TrainLoop:
                 f"{why}, after going back to step {kept} {MOST_BACK} times. {_advice(self.run)}"
             )
         self.engine.optimizer.state.clear()  # it is made anew, as of the checkpoint
-        scalars = fill_engine(self.engine, folder, kept)
+        scalars = fill_engine(self.average or self.engine, folder, kept)
         self.passed += step - kept
         self.spikes.restore(loop_state(scalars)[1])
         if self.metrics is not None:
@@ -279,7 +282,8 @@ class TrainLoop:
         for number in range(min(self.run.train.eval_batches * self.shares, loader.steps_per_epoch)):
             batch = build.cast_batch(self.run, next(loader))
             first = self.watchdog.rare() if number == 0 else nullcontext()
-            with first, refuse_unknown_tokens(self.engine, batch):
+            averaged = self.average.in_use() if self.average is not None else nullcontext()
+            with first, averaged, refuse_unknown_tokens(self.engine, batch):
                 results.append(self.engine.evaluate(batch))
             self.watchdog.beat(f"batch {number + 1} of the validation after step {step}")
         weights = torch.stack([r.weight for r in results])
@@ -317,7 +321,7 @@ class TrainLoop:
             self.saver.save(
                 checkpoint_folder(self.run, None if leads else self.engine.replicas.index),
                 step,
-                self.engine.tensors(),
+                (self.average or self.engine).tensors(),
                 {
                     **self.engine.scalars(),
                     **data_position(self.run),

@@ -22,7 +22,7 @@ from weft.core import (
     dump_toml,
     replace_file,
 )
-from weft.engine import Engine, Remote, ReplicaGroup, TrainingEngine
+from weft.engine import Engine, Remote, ReplicaGroup, TrainingEngine, WeightAverage
 from weft.launch import RARE_S, Watchdog, replica_slot, rpc_session
 from weft.parallel import (
     DATA_AXES,
@@ -103,11 +103,14 @@ def _train(
             sample = build.sample_batch(run, dataset)
             model, plan = build.build_for_ranks(run, sample, _weights_dtype(run))
         engine = _engine(run, model, plan, sample, company)
+        average = None
+        if t.ema is not None and isinstance(engine, Engine):
+            average = WeightAverage(engine, t.ema, t.ema_warmup)
         start.beat("the engine")
         scalars: dict[str, Any] = {}
         if resume and not engine.replicas.caught_up:
             found = resume_folder(run, engine.replicas.index)
-            scalars = fill_engine(engine, found, None)
+            scalars = fill_engine(average or engine, found, None)
             start.beat("loading a checkpoint")
         engine.connect()
     shares = (
@@ -157,6 +160,7 @@ def _train(
             progress,
             watchdog,
             recorder,
+            average,
             shares=shares,
             passed=left_out,
         )

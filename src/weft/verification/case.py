@@ -32,6 +32,7 @@ class Case:
     `order_faults()`: what is wrong with the order of samples. `hang_s`: seconds without a step
     that are a hang; None: it follows from how long the reference takes. `workers`:
     where modules live. `build_deferred` makes the same model without weights; default: by `build`.
+    `frozen`: globs of parameters that are not trained; `build` freezes them too.
     `compile`: as of an Engine. `within`: what counts as equal; default: what does in `precision`.
     """
 
@@ -51,6 +52,7 @@ class Case:
     order_faults: Callable[[], Sequence[str]] = tuple
     hang_s: float | None = None
     within: Bounds | None = None
+    frozen: Sequence[str] = ()
 
     @property
     def bounds(self) -> Bounds:

@@ -30,6 +30,7 @@ from .codec_definitions import (
 from .parcels import bucket_parcels, samples_of, scattered_units
 from .plain.draw_laws import DrawLaws
 from .plain.functions import PlainFunctions
+from .plain.parameter_groups import plain_optimizer
 from .plain_run import known_positions, loss_of, prepare_plain
 from .reference import Reference, final_state, norms_of, run_reference
 
@@ -58,7 +59,7 @@ def run_coded(case: Case, layout: str, steps: int) -> Reference:
     if instead is not None:
         case = replace(case, optimizer=instead)
         found.definition += f"; with SGD, as sums of {exchange.ranks} are rounded in any order"
-    found.case, optimizer = case, case.optimizer(list(trained.items()))
+    found.case, optimizer = case, plain_optimizer(case.optimizer, list(trained.items()))
     for kept in (found.losses, found.gradients, found.norms, found.batches):
         kept.clear()
     scale: float | None = None

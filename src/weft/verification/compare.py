@@ -53,6 +53,7 @@ from .activation_errors import first_activation
 from .activation_recorder import ActivationRecorder, record_activations
 from .case import Case
 from .difference import Difference
+from .kept_gradients import keep_gradients
 from .layout_result import LayoutResult
 from .reference import OVERFLOWS, Reference
 from .rounding import errors_beyond
@@ -111,6 +112,7 @@ def make_engine(case: Case, plan: Plan, model: nn.Module) -> TrainingEngine:
         device="cpu",
         compile=case.compile,
     )
+    keep_gradients(engine.optimizer)
     return engine
 
 

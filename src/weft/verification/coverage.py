@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from weft.core import OFF, PrecisionConfig, RunConfig
 
 from .difference import BOUNDS
-from .training_check import TrainingResult
+from .training_check import TrainingResult, rate_text
 from .verified_settings import exact_sync
 
 CHECKED, DEEP, NOT = "checked", "with --deep", "not checked"
@@ -46,6 +46,9 @@ def coverage(
         Covered(CHECKED, "the samples of each step, and the order of three epochs"),
         Covered(CHECKED, "dropout and random numbers: the same on every layout; their laws"),
     ]
+    if run.model.freeze:
+        named = ", ".join(run.model.freeze)
+        rows.append(Covered(CHECKED, f"frozen, {named}: no gradient, no update, no state"))
     collectives = "collectives: bytes of the first step, kinds and counts of every step"
     if run.workers:
         rows.append(Covered(NOT, "calls between the driver and its workers"))
@@ -53,8 +56,7 @@ def coverage(
         rows.append(Covered(CHECKED, collectives))
     deep = CHECKED if trained else DEEP
     happened = {what for result in trained for what in result.happened}
-    rises = f"{t.warmup} steps of warm-up, " if t.warmup else ""
-    rows.append(Covered(deep, f"learning rate: {rises}{t.decay}"))
+    rows.append(Covered(deep, f"learning rate: {rate_text(run)}"))
     for key, what in (
         ("clip", "clipping, below and above the norm"),
         ("skip", "steps left out by train.skip"),
@@ -62,6 +64,8 @@ def coverage(
     ):
         if getattr(t, key) is not None:
             rows.append(Covered(NOT if trained and key not in happened else deep, what))
+    if t.ema is not None:
+        rows.append(Covered(deep, "averages of weights: train.ema"))
     if t.eval_every:
         rows.append(Covered(deep, "validation"))
     rows.append(Covered(deep, "saving; resuming on the same layout and on others"))

@@ -19,6 +19,7 @@ from .case import Case
 from .plain.delayed_weights import update_of, version_of
 from .plain.draw_laws import DrawLaws
 from .plain.functions import PlainFunctions
+from .plain.parameter_groups import plain_optimizer
 from .plain_run import known_positions, loss_of, prepare_plain
 from .reference import Reference, final_state
 
@@ -36,7 +37,8 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
         [n for n in stage.weights if params[n].requires_grad] for stage in plan.staging.stages
     ]
     optimizers = [
-        case.optimizer([(n, params[n]) for n in names]) if names else None for names in stages
+        plain_optimizer(case.optimizer, [(n, params[n]) for n in names]) if names else None
+        for names in stages
     ]
     update = update_of(plan.schedule)
     size = plan.batch // plan.accumulate

@@ -36,6 +36,7 @@ from .plain.draw_laws import DrawLaws
 from .plain.experts import PlainExperts
 from .plain.functions import PlainFunctions
 from .plain.losses import plain_loss
+from .plain.parameter_groups import leave_frozen, plain_optimizer
 from .plain.places import name_places
 
 Batch = dict[str, Tensor]
@@ -74,13 +75,14 @@ class PlainRun:
 
     def __init__(self, case: Case, in_microbatches: bool = False):
         self.case, self.model = case, case.model().train()
+        leave_frozen(self.model, case.frozen)
         self.plan = case.lay(self.model, "dp1")
         self.inputs = case.inputs if case.inputs is not None else named_inputs(self.model)
         self.randomness, self.laws = Randomness(case.seed), DrawLaws()
         self.experts = prepare_plain(case, self.model, self.plan, self.randomness)
         self.masters = Masters(self.model, self.plan)
         named = [(n, p) for n, p in self.params.items() if p.requires_grad]
-        self.optimizer = case.optimizer(named)
+        self.optimizer = plain_optimizer(case.optimizer, named)
         norms = any(isinstance(m, _BatchNorm) for m in self.model.modules())
         self.in_microbatches = in_microbatches or norms
         self.loss_scale = 1.0  # of what backward begins with

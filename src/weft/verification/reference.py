@@ -127,6 +127,9 @@ def final_state(
             for key, value in optimizer.state.get(p, {}).items():
                 if isinstance(value, Tensor):
                     found[f"optimizer/{name}/{key}"] = value.clone()
+                elif type(value) in (int, float):
+                    number = torch.tensor(value, dtype=torch.float64)
+                    found[f"optimizer/{name}/{key}"] = number
     return found
 
 

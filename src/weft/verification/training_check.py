@@ -166,11 +166,39 @@ def short_run(run: RunConfig) -> RunConfig:
     return run.model_copy(update={**update, "checkpoint": run.checkpoint.model_copy(update=save)})
 
 
+def defined_rates(run: RunConfig) -> Callable[[int], float]:
+    """The factor of the learning rate of each step, by its definition; a user's function defines
+    itself."""
+    t = run.train
+    if run.lr_schedule.build is not None:
+        return build_lr_factor(run)
+    return lambda step: rate_factor(
+        step,
+        t.steps,
+        t.warmup,
+        t.decay,
+        t.min_lr_ratio,
+        rise=t.warmup_shape,
+        first=t.start_lr_ratio,
+        share=t.decay_share,
+    )
+
+
+def rate_text(run: RunConfig) -> str:
+    """What the learning rate does, in words."""
+    t = run.train
+    if run.lr_schedule.build is not None:
+        return f"{run.lr_schedule.build}, which one device calls too"
+    falls = t.decay if t.decay_share is None else f"{t.decay} in the last {t.decay_share:.4g}"
+    wave = "" if t.warmup_shape == "linear" else f" as a {t.warmup_shape}"
+    return f"{f'{t.warmup} steps of warm-up{wave}, ' if t.warmup else ''}{falls}"
+
+
 def rate_faults(run: RunConfig) -> list[str]:
     """What is wrong with the learning rates of the whole run."""
-    t, factor = run.train, build_lr_factor(run)
+    t, factor, defined = run.train, build_lr_factor(run), defined_rates(run)
     for step in range(0, t.steps, max(1, t.steps // MOST_RATES)):
-        want = rate_factor(step, t.steps, t.warmup, t.decay, t.min_lr_ratio)
+        want = defined(step)
         if abs(factor(step) - want) > 1e-12:
             return [f"learning rate of step {step}: factor {factor(step):.9g}, not {want:.9g}"]
     return []
@@ -186,10 +214,10 @@ def _train_by_definition(
     case: Case, run: RunConfig, validation: Sequence[Batch]
 ) -> list[TrainingDefinition]:
     every = run.checkpoint.every
-    in_microbatches = needs_microbatches(case)
+    in_microbatches, rates = needs_microbatches(case), defined_rates(run)
 
     def train_with(rules: Any) -> Trajectory:
-        return train_plainly(case, rules, every, validation, in_microbatches)
+        return train_plainly(case, rules, rates, every, validation, in_microbatches)
 
     runs = reachable_limits(run.train, train_with)
     return [TrainingDefinition(run.model_copy(update={"train": t}), found) for t, found in runs]
@@ -261,8 +289,7 @@ def _exercised(run: RunConfig, wanted: Trajectory) -> list[Proof]:
     """What happened in the steps."""
     t, found = run.train, list[Proof]()
     faults = rate_faults(run)
-    rises = f"rises over {t.warmup} steps, " if t.warmup else ""
-    shown = "; ".join(faults) or f"{rises}{t.decay}"
+    shown = "; ".join(faults) or rate_text(run)
     found.append(Proof("learning rate", shown, not faults))
     if t.clip is not None:
         shown = f"{len(wanted.clipped)} of {t.steps} steps, at norm {t.clip:.4g}"
@@ -272,6 +299,8 @@ def _exercised(run: RunConfig, wanted: Trajectory) -> list[Proof]:
     if t.rollback is not None:
         shown = f"{wanted.taken_back} times, at {t.rollback:.4g} times the median"
         found.append(Proof("rolled back", shown))
+    if t.ema is not None:
+        found.append(Proof("averaged", f"weights, {t.ema:.6g} of which stays in each step"))
     if t.eval_every:
         shown = f"{len(wanted.validations)} times, {t.eval_batches} batches each"
         found.append(Proof("validated", shown))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import inf
 from statistics import median
@@ -15,8 +16,8 @@ from torch import Tensor
 from weft.core import TrainConfig
 
 from .case import Batch, Case
+from .plain.averages import PlainAverages
 from .plain.outliers import times_usual
-from .plain.rates import rate_factor
 from .plain_run import PlainRun
 from .reference import final_state, norms_of
 from .tensor_errors import NOISE
@@ -79,6 +80,7 @@ class _State:
 
     tensors: dict[str, Any]
     optimizer: dict[str, Any]
+    averages: dict[str, Tensor]
     norms: list[float]
     losses: list[float]
 
@@ -86,6 +88,7 @@ class _State:
 def train_plainly(
     case: Case,
     rules: TrainConfig,
+    rates: Callable[[int], float],
     save_every: int,
     validation: Sequence[Batch],
     in_microbatches: bool,
@@ -95,6 +98,7 @@ def train_plainly(
     Args:
         case: model, samples, loss, optimizer.
         rules: the [train] of the run.
+        rates: the factor of the learning rate of each step.
         save_every: steps between checkpoints, to which a run goes back.
         validation: the batches of each validation.
         in_microbatches: as of PlainRun.
@@ -104,13 +108,15 @@ def train_plainly(
     """
     run, found = PlainRun(case, in_microbatches), Trajectory()
     first_rates = [group["lr"] for group in run.optimizer.param_groups]
+    trained = {n: p for n, p in run.params.items() if p.requires_grad}
+    averages = PlainAverages(trained, rules.ema or 0.0, rules.ema_warmup)
     norms, losses = list[float](), list[float]()  # that were accepted
     kept: tuple[int, _State] | None = None
     step = passed = times_back = 0
     last_loss: float | None = None
     noise: set[str] | None = None
     while step < rules.steps:
-        factor = rate_factor(step, rules.steps, rules.warmup, rules.decay, rules.min_lr_ratio)
+        factor = rates(step)
         for group, rate in zip(run.optimizer.param_groups, first_rates, strict=True):
             group["lr"] = rate * factor
         loss, _ = run.gradients(step, case.whole_batch_of(step + passed))
@@ -126,6 +132,7 @@ def train_plainly(
         run.update(rules.clip if clips else None, taken=not skipped)
         step += 1
         if not skipped:
+            averages.add(step)
             found.loss_times.append(times_usual(loss, losses))
             if found.loss_times[-1] > (rules.rollback or inf):
                 times_back += 1
@@ -135,6 +142,7 @@ def train_plainly(
                 passed += step - back
                 step, norms, losses = back, [*state.norms], [*state.losses]
                 _restore(run, state)
+                averages.values = {**state.averages}
                 found.go_back(back)
                 continue
             losses.append(loss)
@@ -150,19 +158,24 @@ def train_plainly(
             found.lines[step]["grad_norm"] = norm
         last = step == rules.steps
         if rules.eval_every and (last or step % rules.eval_every == 0):
-            found.validations[step] = run.evaluate(validation)
+            with averages.in_place() if rules.ema is not None else nullcontext():
+                found.validations[step] = run.evaluate(validation)
         if step % save_every == 0 and not last:
-            kept, times_back = (step, _state_of(run, norms, losses)), 0
+            kept, times_back = (step, _state_of(run, averages, norms, losses)), 0
     found.final = final_state(run.model, [run.optimizer], run.params)
+    found.final |= averages.state() if rules.ema is not None else {}
     found.norms = norms if rules.skip is not None else []
     found.losses = losses if rules.rollback is not None else []
     found.weights, found.noise = frozenset(run.params), frozenset(noise or ())
     return found
 
 
-def _state_of(run: PlainRun, norms: list[float], losses: list[float]) -> _State:
+def _state_of(
+    run: PlainRun, averages: PlainAverages, norms: list[float], losses: list[float]
+) -> _State:
     tensors, optimizer = run.model.state_dict(), run.optimizer.state_dict()
-    return _State(copy.deepcopy(tensors), copy.deepcopy(optimizer), [*norms], [*losses])
+    kept = copy.deepcopy(tensors), copy.deepcopy(optimizer), {**averages.values}
+    return _State(*kept, [*norms], [*losses])
 
 
 def _restore(run: PlainRun, state: _State) -> None:

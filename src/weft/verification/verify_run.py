@@ -97,6 +97,7 @@ def make_case(run: RunConfig) -> Case:
         build_deferred=partial(build_deferred, run, dtype),
         compile=run.train.compile_options,
         precision=precision,
+        frozen=run.model.freeze,
     )
 
 

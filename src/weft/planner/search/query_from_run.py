@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import nn
 
-from weft.core import DEFAULT_SCHEDULE, Layout, PipelineConfig, RunConfig, Sync
+from weft.core import DEFAULT_SCHEDULE, ConfigError, Layout, PipelineConfig, RunConfig, Sync
 from weft.parallel import (
     axis_table,
 )
@@ -73,7 +73,10 @@ def work_of_run(run: RunConfig, bare: nn.Module, held: Dataset, device: str) -> 
 
 def layout_of_run(run: RunConfig) -> LayoutBatch:
     """The layout of a run, with its microbatches, recomputation and schedule. Raises Refusal."""
-    layout = run.layout.axes
+    layout, recompute = run.layout.axes, run.train.recompute
+    if isinstance(recompute, tuple):
+        problem, fix = "has no price by names", 'price "full" or a number of blocks in its place'
+        raise ConfigError("train.recompute", list(recompute), problem, fix)
     name, chunks = _schedule(run, layout)
     if layout.stage_ranks > 1:
         check_split_points(run.pipeline.cut, layout.stage_ranks * chunks, f"{name} over {layout}")
@@ -81,7 +84,7 @@ def layout_of_run(run: RunConfig) -> LayoutBatch:
         [plain_layout(layout)],
         batch=run.train.batch,
         accumulate=run.train.accumulate,
-        recompute=run.train.recompute,
+        recompute=recompute,
         schedule=name,
         chunks=chunks,
     )

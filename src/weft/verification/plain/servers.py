@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
+
+from weft.engine import Optimizers
+
+from .parameter_groups import plain_optimizer
 
 Weights = dict[str, Tensor]
 Order = Sequence[tuple[bool, int]]  # (a gradient of this worker was applied, or it got weights)
-Optimizers = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
 class PlainServer:
@@ -28,7 +30,7 @@ class PlainServer:
         sent: Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor]],
     ):
         self.params = {name: nn.Parameter(value.clone()) for name, value in weights.items()}
-        self.optimizer = optimizer(list(self.params.items()))
+        self.optimizer = plain_optimizer(optimizer, list(self.params.items()))
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] / workers
         self._order, self._next, self._sent = order, 0, sent

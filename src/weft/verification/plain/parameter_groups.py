@@ -1,0 +1,65 @@
+"""An optimizer with the groups that a run file asks for, read from its patterns alone."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.engine import OptimizerFactory, Optimizers
+
+Named = tuple[str, nn.Parameter]
+
+
+def plain_optimizer(make: Optimizers, named: Sequence[Named]) -> torch.optim.Optimizer:
+    """What `make` is to make of parameters on one device.
+
+    Args:
+        make: a function of named parameters; of one that weft made from a table [optimizer], what
+            was asked for is read, and its groups are made here.
+        named: the parameters that are trained.
+    """
+    if not isinstance(make, OptimizerFactory):
+        return make(list(named))
+    groups: list[dict[str, Any]] = []
+    for name, weight in named:
+        own = asked_for(make, name, len(weight.shape))
+        alike = (g for g in groups if {k: v for k, v in g.items() if k != "params"} == own)
+        group = next(alike, None)
+        if group is None:
+            groups.append(group := {"params": [], **own})
+        group["params"].append((name, weight))
+    if len(groups) == 1 and groups[0].keys() == {"params"}:
+        return make.kind(groups[0]["params"], **make.arguments)
+    return make.kind(groups, **make.arguments)
+
+
+def asked_for(make: OptimizerFactory, name: str, dims: int) -> dict[str, Any]:
+    """What a table says of one parameter, beyond what it says of all."""
+    own: dict[str, Any] = {}
+    if dims < make.decay_min_dims:
+        own["weight_decay"] = 0.0
+    for pattern in make.no_decay:
+        if matches(pattern, name):
+            own["weight_decay"] = 0.0
+    for pattern, settings in make.groups.items():
+        if matches(pattern, name):
+            own.update(settings)  # also over what spares it of weight decay
+            break
+    return own
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a glob matches the whole of a name."""
+    return re.match(fnmatch.translate(pattern), name) is not None
+
+
+def leave_frozen(model: nn.Module, patterns: Sequence[str]) -> None:
+    """What [model] freeze names has no gradient, whoever built the model."""
+    for name, weight in model.named_parameters():
+        if any(matches(pattern, name) for pattern in patterns):
+            weight.requires_grad = False
