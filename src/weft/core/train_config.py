@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from .compile_options import CompileChoice, CompileMode, CompileOptions
 from .errors import nearest
 from .toml import TomlTable, table_error
+
+# names, or tables with a name and arguments
+NamedTables = Annotated[
+    tuple[str | dict[str, Any], ...],
+    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
+]
 
 
 class TrainConfig(TomlTable):
@@ -72,6 +78,13 @@ class TrainConfig(TomlTable):
     eval_every: int = Field(default=0, ge=0, description="steps between validations; 0: never")
     eval_batches: int = Field(default=8, gt=0, description="batches per validation")
     log_every: int = Field(default=10, gt=0, description="steps between lines of metrics")
+    callbacks: NamedTables = Field(
+        default=(),
+        description=(
+            'classes that are called while the run trains, as in ["package.module:Name", { name ='
+            ' "weft.callbacks:EarlyStopping", patience = 5 }] (docs/watching.md)'
+        ),
+    )
     recompute: str | int = Field(
         default="none",
         description=(

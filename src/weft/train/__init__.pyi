@@ -1,4 +1,5 @@
 from .build import (
+    build_callbacks as build_callbacks,
     build_dataset as build_dataset,
     build_deferred as build_deferred,
     build_loss as build_loss,
@@ -16,6 +17,12 @@ from .build import (
     sample_batch as sample_batch,
     server_replicas as server_replicas,
     with_layout as with_layout,
+)
+from .callbacks import (
+    Callback as Callback,
+    Callbacks as Callbacks,
+    EarlyStopping as EarlyStopping,
+    WatchedRun as WatchedRun,
 )
 from .conversations import Chat as Chat, chat as chat
 from .data import (

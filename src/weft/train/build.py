@@ -49,6 +49,7 @@ from weft.parallel import STATE_AXES, PlanRequest, plan_from_request
 from weft.sync import make_sync
 
 from . import conversations, data, lr_schedule
+from .callbacks import check_callback
 from .named_callables import call_named, resolve_callable, signature_of
 from .samples import named_samples
 
@@ -264,6 +265,21 @@ def build_loss(run: RunConfig) -> Loss:
     found = resolve_callable(run.loss, run.folder, "train.loss")
     check_loss(found, "train.loss", run.loss)
     return found
+
+
+def build_callbacks(run: RunConfig) -> list[Any]:
+    """What [train] callbacks names. Raises ConfigError."""
+    made, field = [], "train.callbacks"
+    for entry in run.train.callbacks:
+        arguments = {"name": entry} if isinstance(entry, str) else dict(entry)
+        name = arguments.pop("name", None)
+        if not isinstance(name, str):
+            fix = 'write { name = "package.module:Name", ... }'
+            raise ConfigError(field, entry, "has no name", fix)
+        function = resolve_callable(name, run.folder, field)
+        made.append(call_named(function, name, field, (), arguments))
+        check_callback(made[-1], field, name)
+    return made
 
 
 def build_optimizer(run: RunConfig) -> OptimizerFactory:

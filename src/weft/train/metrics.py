@@ -32,7 +32,7 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -53,9 +53,17 @@ Line = Mapping[str, Any]
 class Metrics:
     """Writes the lines of a run that has done `done` steps; what an earlier run wrote about later
     ones is dropped, if this process `writes` from now on, and not another one. Who writes later
-    adds what is not there of the lines that it has kept."""
+    adds what is not there of the lines that it has kept. `log` is called with each line that this
+    process has written."""
 
-    def __init__(self, folder: Path, done: int, writes: bool = True):
+    def __init__(
+        self,
+        folder: Path,
+        done: int,
+        writes: bool = True,
+        log: Callable[[Line], None] = lambda line: None,
+    ):
+        self._log = log
         self._path, self._folder, self._done = folder / METRICS, folder / TENSORBOARD, done
         self._board: Any = None
         self._boards = has_tensorboard()
@@ -96,6 +104,7 @@ class Metrics:
             self._board = SummaryWriter(str(self._folder), purge_step=purge, flush_secs=10)
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._log(line)
         for key, value in line.items() if self._board is not None else ():
             if key != "step" and not isinstance(value, Mapping):
                 self._board.add_scalar(key, value, line["step"])

@@ -39,6 +39,7 @@ from weft.parallel import (
 
 from . import data
 from .build import (
+    build_callbacks,
     build_dataset,
     build_loss,
     build_model,
@@ -72,6 +73,7 @@ def check_run(
     Raises:
         Refusal: The run, or a layout, or with `refused` every layout, cannot be trained.
     """
+    build_callbacks(run)
     bare, train = build_skeleton(run), build_dataset(run)
     factory = build_optimizer(run)
     made = factory([("weight", nn.Parameter(torch.zeros(2, 2)))])

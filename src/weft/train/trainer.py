@@ -29,6 +29,7 @@ from weft.parallel import (
 )
 
 from . import build
+from .callbacks import Callbacks
 from .data import Dataset, Loader, NoDataset
 from .generate import sample_text, text_coder
 from .metrics import Metrics, has_tensorboard, rate_unit
@@ -43,6 +44,7 @@ from .run_summary import run_header, run_summary
 from .stop_request import StopRequest
 from .trace_recorder import FIRST, TraceRecorder
 from .train_loop import Compare, TrainLoop
+from .validation import Validation
 
 
 def train(
@@ -141,23 +143,35 @@ def _train(
     )
     progress = Progress(console, t.steps, done)
     progress.table(run_header(run, engine, done, notes))
+    named, tables = build.build_callbacks(run), asked.model_dump(mode="json", exclude_none=True)
+    watched = {"steps": t.steps, "folder": folder, "config": tables, "say": progress.say}
+    callbacks = Callbacks(named, engine, **watched)
     # of replicas that are apart the one that leads writes, and another may lead later
-    writer = Metrics(folder, done, engine.replicas.leads) if rank == 0 else nullcontext()
+    writer = (
+        Metrics(folder, done, engine.replicas.leads, callbacks.log) if rank == 0 else nullcontext()
+    )
     limit_s = t.hang_s
     if limit_s is None and (engine.replicas.independent or isinstance(engine, Remote)):
         limit_s = RARE_S  # an exchange of weights, or the driver, may take longer than any step
-    with writer as metrics, StopRequest() as interrupt, progress, Watchdog(limit_s) as watchdog:
+    with (
+        writer as metrics,
+        StopRequest() as interrupt,
+        progress,
+        Watchdog(limit_s) as watchdog,
+        callbacks,
+    ):
+        validation = Validation(run, engine, val_loader, watchdog, shares) if val_loader else None
         loop = TrainLoop(
             run,
             engine,
             loader,
-            val_loader,
+            validation,
             rate_unit(dataset[0], t.batch),
             metrics,
             progress,
             watchdog,
+            callbacks,
             recorder,
-            shares=shares,
             passed=left_out,
         )
         loop.spikes.restore(losses)
