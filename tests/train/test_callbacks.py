@@ -285,6 +285,7 @@ def own_loop(path: str, axes: str) -> list[int]:
             batch = collate([data[4 * step + i] for i in range(4)])
             result = engine.step(engine.local(batch))
             callbacks.step_end(result, {"loss": float(result.loss)})
+            callbacks.log({"loss": float(result.loss)})
             if callbacks.ends():
                 break
     engine.close()
@@ -295,10 +296,12 @@ def test_callbacks_in_a_loop_of_ones_own(tmp_path: Path, pool: Pool) -> None:
     assert pool.run(own_loop, str(tmp_path / "diary"), "fsdp2", world=2) == [[3], [3]]
     for rank in (0, 1):
         called = diary(tmp_path / "diary", rank)
-        assert [entry[:2] for entry in called] == [
+        assert [entry[:2] for entry in called if entry[0] != "log"] == [
             ["begin", 0],
             ["step", 1],
             ["step", 2],
             ["step", 3],
             ["end", 3],
         ]
+        logged = [entry[1] for entry in called if entry[0] == "log"]
+        assert logged == ([1, 2, 3] if rank == 0 else [])

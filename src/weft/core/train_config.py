@@ -85,6 +85,14 @@ class TrainConfig(TomlTable):
             ' "weft.callbacks:EarlyStopping", patience = 5 }] (docs/watching.md)'
         ),
     )
+    loggers: NamedTables | None = Field(
+        default=None,
+        description=(
+            "where metrics go beside metrics.jsonl: tensorboard, csv, wandb, mlflow, as in"
+            ' ["csv", { name = "wandb", project = "mine" }] (docs/watching.md); default:'
+            " tensorboard where it is installed"
+        ),
+    )
     recompute: str | int = Field(
         default="none",
         description=(

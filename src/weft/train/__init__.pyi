@@ -42,6 +42,12 @@ from .hf_checkpoint import (
     export_weights as export_weights,
     import_weights as import_weights,
 )
+from .loggers import (
+    Csv as Csv,
+    Mlflow as Mlflow,
+    TensorBoard as TensorBoard,
+    Wandb as Wandb,
+)
 from .metrics import (
     highest_over_ranks as highest_over_ranks,
     peak_memory_bytes as peak_memory_bytes,

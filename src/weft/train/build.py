@@ -50,6 +50,7 @@ from weft.sync import make_sync
 
 from . import conversations, data, lr_schedule
 from .callbacks import check_callback
+from .loggers import LOGGERS, has_tensorboard
 from .named_callables import call_named, resolve_callable, signature_of
 from .samples import named_samples
 
@@ -268,18 +269,33 @@ def build_loss(run: RunConfig) -> Loss:
 
 
 def build_callbacks(run: RunConfig) -> list[Any]:
-    """What [train] callbacks names. Raises ConfigError."""
+    """What [train] callbacks names, and after these the loggers. Raises ConfigError, DataError."""
     made, field = [], "train.callbacks"
     for entry in run.train.callbacks:
-        arguments = {"name": entry} if isinstance(entry, str) else dict(entry)
-        name = arguments.pop("name", None)
-        if not isinstance(name, str):
-            fix = 'write { name = "package.module:Name", ... }'
-            raise ConfigError(field, entry, "has no name", fix)
+        name, arguments = _named_table(field, entry, "package.module:Name")
         function = resolve_callable(name, run.folder, field)
         made.append(call_named(function, name, field, (), arguments))
         check_callback(made[-1], field, name)
+    loggers, field = run.train.loggers, "train.loggers"
+    if loggers is None:
+        loggers = ("tensorboard",) if has_tensorboard() else ()
+    for entry in loggers:
+        name, arguments = _named_table(field, entry, "wandb")
+        if name not in LOGGERS:
+            raise ConfigError(field, name, "is no logger", nearest(name, LOGGERS))
+        made.append(call_named(LOGGERS[name], name, field, (), arguments))
     return made
+
+
+def _named_table(
+    field: str, entry: str | dict[str, Any], example: str
+) -> tuple[str, dict[str, Any]]:
+    """The name of a name or a table, and the table's other keys."""
+    arguments = {"name": entry} if isinstance(entry, str) else dict(entry)
+    name = arguments.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError(field, entry, "has no name", f'write {{ name = "{example}", ... }}')
+    return name, arguments
 
 
 def build_optimizer(run: RunConfig) -> OptimizerFactory:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from weft.core import ConfigError, WeftError, gather_json, nearest
 from weft.engine import StepResult, TrainingEngine
 
-Line = Mapping[str, Any]
+from .metrics import Line
 
 
 @dataclass
@@ -127,7 +127,8 @@ class Callbacks:
             check_callback(each, "callbacks", type(each).__name__)
         self.run = WatchedRun(engine, **further)
         self._live, self._error = list(callbacks), ""
-        self._any = bool(callbacks)
+        # weft's own loggers end no run, and ranks need not exchange what they want
+        self._any = any(getattr(each, "can_stop", True) for each in callbacks)
         self.failed = ""  # on every rank, what a callback of one of them has raised
 
     def step_end(self, result: StepResult, metrics: Line | None = None) -> None:
@@ -144,8 +145,9 @@ class Callbacks:
         self._call("on_rollback", step)
 
     def log(self, line: Line) -> None:
-        """For loggers. Called on one rank."""
-        self._call("on_log", {"step": self.run.step, **line})
+        """For loggers, which are called on rank 0 alone; the step is added."""
+        if self.run.rank == 0:
+            self._call("on_log", {"step": self.run.step, **line})
 
     def ends(self) -> bool:
         """Whether a callback of any rank wants the run to end, or has raised. All ranks call it

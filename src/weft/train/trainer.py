@@ -32,7 +32,8 @@ from . import build
 from .callbacks import Callbacks
 from .data import Dataset, Loader, NoDataset
 from .generate import sample_text, text_coder
-from .metrics import Metrics, has_tensorboard, rate_unit
+from .loggers import has_tensorboard
+from .metrics import Metrics, rate_unit
 from .progress import Progress
 from .run_folder import (
     SAMPLE,
@@ -120,7 +121,7 @@ def _train(
     done = engine.steps_done
     if engine.codec_state_lost:
         notes.append("what codecs had kept was another layout's or codec's: it begins anew")
-    if not has_tensorboard():
+    if t.loggers is None and not has_tensorboard():
         notes.append('no events for TensorBoard: pip install "weft[tensorboard]"')
     if trace and t.steps - done < FIRST:
         problem = (
@@ -147,14 +148,11 @@ def _train(
     watched = {"steps": t.steps, "folder": folder, "config": tables, "say": progress.say}
     callbacks = Callbacks(named, engine, **watched)
     # of replicas that are apart the one that leads writes, and another may lead later
-    writer = (
-        Metrics(folder, done, engine.replicas.leads, callbacks.log) if rank == 0 else nullcontext()
-    )
+    metrics = Metrics(folder, done, engine.replicas.leads, callbacks.log) if rank == 0 else None
     limit_s = t.hang_s
     if limit_s is None and (engine.replicas.independent or isinstance(engine, Remote)):
         limit_s = RARE_S  # an exchange of weights, or the driver, may take longer than any step
     with (
-        writer as metrics,
         StopRequest() as interrupt,
         progress,
         Watchdog(limit_s) as watchdog,
