@@ -10,11 +10,10 @@ from .compile_options import CompileChoice, CompileMode, CompileOptions
 from .errors import nearest
 from .toml import TomlTable, table_error
 
+_AS_TUPLE = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+Names = Annotated[tuple[str, ...], _AS_TUPLE]
 # names, or tables with a name and arguments
-NamedTables = Annotated[
-    tuple[str | dict[str, Any], ...],
-    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
-]
+NamedTables = Annotated[tuple[str | dict[str, Any], ...], _AS_TUPLE]
 
 
 class TrainConfig(TomlTable):
@@ -77,6 +76,13 @@ class TrainConfig(TomlTable):
     )
     eval_every: int = Field(default=0, ge=0, description="steps between validations; 0: never")
     eval_batches: int = Field(default=8, gt=0, description="batches per validation")
+    eval_metrics: Names = Field(
+        default=(),
+        description=(
+            'functions of (output, batch) that return (sum, weight), as in ["mine:accuracy"]: their'
+            " means over a validation are logged as val_NAME (docs/metrics.md)"
+        ),
+    )
     log_every: int = Field(default=10, gt=0, description="steps between lines of metrics")
     callbacks: NamedTables = Field(
         default=(),

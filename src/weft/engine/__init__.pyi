@@ -8,6 +8,7 @@ from .compile_blocks import (
 )
 from .context_parallel.transformers_interfaces import eager_attention_by as eager_attention_by
 from .engine import Engine as Engine
+from .eval_metrics import check_metrics as check_metrics
 from .float8_device import check_float8 as check_float8
 from .float64_mode import Float64Mode as Float64Mode
 from .forward_refusals import refuse_what_does_not_run as refuse_what_does_not_run

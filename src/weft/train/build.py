@@ -268,6 +268,24 @@ def build_loss(run: RunConfig) -> Loss:
     return found
 
 
+def build_eval_metrics(run: RunConfig) -> dict[str, Loss]:
+    """What [train] eval_metrics names: the last part of each name -> the function. Raises
+    ConfigError."""
+    found: dict[str, Loss] = {}
+    for name in run.train.eval_metrics:
+        short = name.rpartition(":")[2].rpartition(".")[2]
+        metric = resolve_callable(name, run.folder, "train.eval_metrics")
+        check_loss(metric, "train.eval_metrics", name)
+        if short in found or short == "loss":
+            problem, fix = (
+                f"val_{short} is another metric already",
+                "give the function another name",
+            )
+            raise ConfigError("train.eval_metrics", name, problem, fix)
+        found[short] = metric
+    return found
+
+
 def build_callbacks(run: RunConfig) -> list[Any]:
     """What [train] callbacks names, and after these the loggers. Raises ConfigError, DataError."""
     made, field = [], "train.callbacks"

@@ -24,6 +24,7 @@ from weft.engine import (
     check_codec,
     check_compiled,
     check_float8,
+    check_metrics,
     check_offload_device,
     check_optimizer,
     check_servers,
@@ -41,6 +42,7 @@ from . import data
 from .build import (
     build_callbacks,
     build_dataset,
+    build_eval_metrics,
     build_loss,
     build_model,
     build_optimizer,
@@ -74,6 +76,10 @@ def check_run(
         Refusal: The run, or a layout, or with `refused` every layout, cannot be trained.
     """
     build_callbacks(run)
+    metrics = build_eval_metrics(run)
+    if metrics and not run.train.eval_every:
+        problem, fix = "no step is validated", "set train.eval_every, as 100"
+        raise ConfigError("train.eval_metrics", [*metrics], problem, fix)
     bare, train = build_skeleton(run), build_dataset(run)
     factory = build_optimizer(run)
     made = factory([("weight", nn.Parameter(torch.zeros(2, 2)))])
@@ -86,6 +92,7 @@ def check_run(
             check_optimizer(made, each.replica())
             check_servers(made, each)
             check_codec(made, each)
+            check_metrics(metrics, each)
             _check_workers(run, bare, each)
             check_compiled(bare, each.blocks)
             resolve_compile(run.train.compile_options, each, own_device())
@@ -112,7 +119,7 @@ def check_run(
     check_inputs(bare, inputs, train[0])
     check_labels(loss, sample)
     counted = any(laid.layout.size(*SEQUENCE_AXES) > 1 for laid in plans)
-    dry_run(bare, loss, inputs, sample, counted=counted)
+    dry_run(bare, loss, inputs, sample, counted=counted, metrics=[*metrics.values()])
     return plans
 
 

@@ -292,8 +292,10 @@ class TrainLoop:
         line = {"step": step, **line}
         if self.metrics is not None:
             self.metrics.write(line, self.engine.replicas.leads)
+        others = [f"  {k[4:]} {v:.4f}" for k, v in line.items() if k not in ("step", "val_loss")]
         self.progress.say(
             f"step {step}/{self.run.train.steps}  validation loss {self.val_loss:.4f}"
+            + "".join(others)
         )
         self.callbacks.validation_end(line)
 

@@ -158,7 +158,11 @@ def _train(
         Watchdog(limit_s) as watchdog,
         callbacks,
     ):
-        validation = Validation(run, engine, val_loader, watchdog, shares) if val_loader else None
+        validation = (
+            Validation(run, engine, val_loader, watchdog, shares, build.build_eval_metrics(run))
+            if val_loader is not None
+            else None
+        )
         loop = TrainLoop(
             run,
             engine,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from weft.core import RunConfig
-from weft.engine import TrainingEngine
+from weft.engine import Loss, TrainingEngine
 from weft.launch import Watchdog
 
 from . import build
@@ -25,9 +27,11 @@ class Validation:
     loader: Loader
     watchdog: Watchdog
     shares: int = 1
+    metrics: Mapping[str, Loss] = field(default_factory=dict)
 
     def __call__(self, step: int) -> dict[str, float]:
-        """`val_loss` after this step: the mean over all that counts in the batches."""
+        """`val_loss` after this step, and `val_NAME` of each metric: means over all that counts in
+        the batches."""
         self.loader.step = 0
         results = []
         batches = min(
@@ -38,8 +42,14 @@ class Validation:
             batch = build.cast_batch(self.run, next(self.loader))
             first = self.watchdog.rare() if number == 0 else nullcontext()
             with first, refuse_unknown_tokens(self.engine, batch):
-                results.append(self.engine.evaluate(batch))
+                results.append(self.engine.evaluate(batch, self.metrics))
             self.watchdog.beat(f"batch {number + 1} of the validation after step {step}")
         weights = torch.stack([r.weight for r in results])
         loss = (torch.stack([r.loss for r in results]) * weights).sum() / weights.sum()
-        return {"val_loss": float(loss)}
+        line = {"val_loss": float(loss)}
+        for name in self.metrics:
+            total, weight = torch.stack([r.metrics[name] for r in results]).sum(0)
+            mean = float(total / weight)
+            if math.isfinite(mean):  # what never counts has no mean
+                line[f"val_{name}"] = mean
+        return line
