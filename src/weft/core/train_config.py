@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -99,6 +100,13 @@ class TrainConfig(TomlTable):
             " tensorboard where it is installed"
         ),
     )
+    profile: str | None = Field(
+        default=None,
+        description=(
+            'steps to record with torch.profiler, as in "10-12": profile.json in the run folder has'
+            " all ranks (docs/watching.md)"
+        ),
+    )
     recompute: str | int = Field(
         default="none",
         description=(
@@ -173,6 +181,20 @@ class TrainConfig(TomlTable):
             return CompileOptions(self.compile_mode, self.compile_backend, self.async_tp)
         return self.compile
 
+    @property
+    def profiled_steps(self) -> range:
+        """The steps of `profile`."""
+        first, _, last = (self.profile or "1-0").partition("-")
+        return range(int(first), int(last or first) + 1)
+
+    @field_validator("profile")
+    @classmethod
+    def _profile(cls, value: str | None) -> str | None:
+        found = re.fullmatch(r"(\d{1,12})(?:-(\d{1,12}))?", "1" if value is None else value)
+        if found and 0 < int(found[1]) <= int(found[2] or found[1]):
+            return value
+        raise table_error("are no steps", 'write one step or two, as in "10-12"')
+
     @field_validator("recompute", mode="before")
     @classmethod
     def _recompute(cls, value: object) -> object:
@@ -212,6 +234,12 @@ class TrainConfig(TomlTable):
                     raise table_error(
                         f"has no effect with compile = {self.compile!r}", fix, **{name: value}
                     )
+        if self.steps is not None and self.profiled_steps.stop - 1 > self.steps:
+            raise table_error(
+                "goes beyond the last step",
+                f"name steps up to {self.steps}",
+                profile=self.profile,
+            )
         if self.steps is not None and self.warmup > self.steps:
             raise table_error(
                 "is longer than the whole run",

@@ -1,5 +1,6 @@
 from .adamw8bit import AdamW8bit as AdamW8bit
 from .collective_audit import Audit as Audit
+from .comm_labels import COMM_PREFIX as COMM_PREFIX, CommLabels as CommLabels
 from .compile_blocks import (
     CompileCounts as CompileCounts,
     CompiledBlocks as CompiledBlocks,

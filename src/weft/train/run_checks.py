@@ -152,6 +152,9 @@ def _check_workers(run: RunConfig, bare: nn.Module, laid: Plan) -> None:
                 raise ConfigError(
                     f"{name}.{key}", value, problem, f"leave [{name}] out, or [workers]"
                 )
+    if run.train.profile is not None:
+        problem = "a profile shows the ranks of a layout, and [workers] has none"
+        raise ConfigError("train.profile", run.train.profile, problem, "leave it out")
     if run.train.compile == "blocks":
         problem = "blocks call modules of other processes, which no graph holds"
         fix = "leave compile out, or [workers]"

@@ -32,6 +32,7 @@ from .expert_metrics import ExpertMetrics
 from .metrics import Line, Metrics, StepTimer, highest_over_ranks, peak_memory_bytes
 from .progress import Progress
 from .run_folder import LEFT_OUT, LOSSES, checkpoint_folder, data_position, loop_state
+from .step_profiler import StepProfiler, profiled
 from .stop_request import StopRequest
 from .token_rows import refuse_unknown_tokens
 from .trace_recorder import TraceRecorder
@@ -61,6 +62,7 @@ class TrainLoop:
     watchdog: Watchdog
     callbacks: Callbacks
     recorder: TraceRecorder | None = None
+    profiler: StepProfiler | None = None
     loss: float | None = None  # of the last step that was taken
     left_out: int = 0  # steps in a row
     skipped: Counter[str] = field(default_factory=Counter)  # steps of this run, by the reason
@@ -107,7 +109,8 @@ class TrainLoop:
             if self.recorder is not None:
                 self.recorder.before(step - self.first + 1)
             idle_s = self.engine.waited_s
-            with self.traffic.step(), refuse_unknown_tokens(self.engine, batch):
+            around = profiled(self.profiler, step)
+            with around, self.traffic.step(), refuse_unknown_tokens(self.engine, batch):
                 unread.append(self.engine.step(batch))
             recent.append(unread[-1])
             self.idle_s += self.engine.waited_s - idle_s

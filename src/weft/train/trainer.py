@@ -42,6 +42,7 @@ from .run_folder import (
     resume_folder,
 )
 from .run_summary import run_header, run_summary
+from .step_profiler import StepProfiler
 from .stop_request import StopRequest
 from .trace_recorder import FIRST, TraceRecorder
 from .train_loop import Compare, TrainLoop
@@ -142,6 +143,9 @@ def _train(
         if trace and engine.replicas.leads and isinstance(engine, Engine)
         else None
     )
+    profiler = None
+    if t.profile is not None and engine.replicas.leads and isinstance(engine, Engine):
+        profiler = StepProfiler(engine, t.profiled_steps)
     progress = Progress(console, t.steps, done)
     progress.table(run_header(run, engine, done, notes))
     named, tables = build.build_callbacks(run), asked.model_dump(mode="json", exclude_none=True)
@@ -174,6 +178,7 @@ def _train(
             watchdog,
             callbacks,
             recorder,
+            profiler,
             passed=left_out,
         )
         loop.spikes.restore(losses)
@@ -182,6 +187,8 @@ def _train(
                 watchdog.beat, "a call"
             )  # while the driver validates a worker takes no steps
         interrupted = loop(interrupt)
+    if profiler is not None and (profile := profiler.finish(folder)) is not None:
+        progress.say(f"profile of steps {t.profile}: {profile}; open it at ui.perfetto.dev")
     drawing = (
         recorder.finish(folder, console.width, console.color_system is not None)
         if recorder is not None
