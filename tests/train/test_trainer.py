@@ -378,6 +378,19 @@ def test_a_pipeline_is_drawn_as_it_ran_and_as_predicted(tmp_path: Path, pool: Po
         run_checks.check_run(missing)
 
 
+def test_a_trace_shows_sums_of_gradients_beside_the_backward(tmp_path: Path, pool: Pool) -> None:
+    run = make(tmp_path, "dp2")
+    pool.run(train, run, False, True, world=2)
+    events = json.loads((Path(run.output) / "trace.json").read_text())["traceEvents"]
+    [measured] = [
+        e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == "measured"
+    ]
+    ran = [e for e in events if e["pid"] == measured and e["ph"] == "X"]
+    assert sorted(e["name"] for e in ran) == ["0B0", "0B1", "0F0", "0F1", "reduce"]
+    [last, reduced] = [next(e for e in ran if e["name"] == name) for name in ("0B1", "reduce")]
+    assert last["ts"] < reduced["ts"] < last["ts"] + last["dur"] and reduced["dur"] > 0
+
+
 # ---- going on ------------------------------------------------------------------------------------
 
 

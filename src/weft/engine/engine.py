@@ -291,7 +291,7 @@ class Engine:
 
     def _forward_backward(self, batch: Batch) -> list:
         """Run the schedule. Returns the parameters that no gradient reached."""
-        plan, training = self.plan, self._training
+        plan, training, self.reducer.trace = self.plan, self._training, self.trace
         micros = self.sequence.cut(batch).split(plan.microbatch, plan.accumulate)
         self._trail.clear()
         self._chosen.clear()
