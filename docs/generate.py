@@ -47,6 +47,7 @@ FACES: dict[str, tuple[str, ...] | None] = {
     "weft.models": None,
     "weft.data": None,
     "weft.optimizers": None,
+    "weft.callbacks": None,
     "weft.checkpoint": ("save", "load"),
     "weft.sync": ("make_sync", "registry"),
     "weft.nn": (

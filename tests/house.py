@@ -39,6 +39,7 @@ SIBLINGS = ({"planner", "verification"},)  # packages that do not import each ot
 DOOR = (
     "__init__",
     "__main__",
+    "callbacks",
     "data",
     "losses",
     "models",

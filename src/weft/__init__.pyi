@@ -1,4 +1,5 @@
 from . import (
+    callbacks as callbacks,
     checkpoint as checkpoint,
     data as data,
     losses as losses,

@@ -292,8 +292,7 @@ def test_nothing_is_written_through_a_link(run: Path) -> None:
         (run / name).symlink_to(victim)
     with run_lock(str(run), make=True):
         files.replace_file(run / "run.toml", "mine")
-    with metrics.Metrics(run, 0) as written:
-        written.write({"step": 1, "loss": 2.0})
+    metrics.Metrics(run, 0).write({"step": 1, "loss": 2.0})
     assert victim.read_text() == "precious"
     assert (run / "run.toml").read_text() == "mine" and not (run / "run.toml").is_symlink()
     assert json.loads((run / "metrics.jsonl").read_text()) == {"step": 1, "loss": 2.0}

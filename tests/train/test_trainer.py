@@ -378,6 +378,19 @@ def test_a_pipeline_is_drawn_as_it_ran_and_as_predicted(tmp_path: Path, pool: Po
         run_checks.check_run(missing)
 
 
+def test_a_trace_shows_sums_of_gradients_beside_the_backward(tmp_path: Path, pool: Pool) -> None:
+    run = make(tmp_path, "dp2")
+    pool.run(train, run, False, True, world=2)
+    events = json.loads((Path(run.output) / "trace.json").read_text())["traceEvents"]
+    [measured] = [
+        e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == "measured"
+    ]
+    ran = [e for e in events if e["pid"] == measured and e["ph"] == "X"]
+    assert sorted(e["name"] for e in ran) == ["0B0", "0B1", "0F0", "0F1", "reduce"]
+    [last, reduced] = [next(e for e in ran if e["name"] == name) for name in ("0B1", "reduce")]
+    assert last["ts"] < reduced["ts"] < last["ts"] + last["dur"] and reduced["dur"] > 0
+
+
 # ---- going on ------------------------------------------------------------------------------------
 
 
@@ -481,10 +494,10 @@ def test_lines_past_a_step_are_dropped(tmp_path: Path) -> None:
         path.read_text()
         == '{"step": 1, "loss": 2}\n{"step": 2, "loss": 3}\n{"step": 2, "val_loss": 3}\n'
     )
-    with Metrics(tmp_path, 1) as metrics:
-        assert path.read_text() == '{"step": 1, "loss": 2}\n'
-        metrics.write({"step": 2, "loss": 1})
-        assert path.read_text() == '{"step": 1, "loss": 2}\n{"step": 2, "loss": 1}\n'
+    metrics = Metrics(tmp_path, 1)
+    assert path.read_text() == '{"step": 1, "loss": 2}\n'
+    metrics.write({"step": 2, "loss": 1})
+    assert path.read_text() == '{"step": 1, "loss": 2}\n{"step": 2, "loss": 1}\n'
 
 
 def test_who_leads_next_adds_what_the_one_before_has_not_written(tmp_path: Path) -> None:
@@ -502,16 +515,15 @@ def test_who_leads_next_adds_what_the_one_before_has_not_written(tmp_path: Path)
     found = [json.loads(text) for text in texts]
     assert [line["step"] for line in found if "loss" in line] == [1, 2, 3, 4, 5, 6]
     assert [line["step"] for line in found if "val_loss" in line] == [4]
-    for each in (first, other):
-        each.__exit__()
 
 
 def test_metrics_that_cannot_be_written_are_one_line(tmp_path: Path) -> None:
     said = r"^\S+: metrics cannot be written \(.*\); --resume goes on$"
-    with pytest.raises(WeftError, match=said), Metrics(tmp_path, 0) as metrics:
-        metrics.write({"step": 1, "loss": 1.0})
-        (tmp_path / "metrics.jsonl").unlink()
-        (tmp_path / "metrics.jsonl").mkdir()
+    metrics = Metrics(tmp_path, 0)
+    metrics.write({"step": 1, "loss": 1.0})
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(WeftError, match=said):
         metrics.write({"step": 2, "loss": 1.0})
 
 

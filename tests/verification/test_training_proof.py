@@ -103,16 +103,16 @@ MUTANTS: dict[str, tuple[str, str, str, str, str]] = {
     ),
     "a mean of validation batches": (
         "dp2",
-        LOOP,
-        "TrainLoop._evaluate",
+        "weft.train.validation",
+        "Validation.__call__",
         "* weights).sum() / weights.sum()",
         ").mean()",
     ),
     "other validation batches each time": (
         "dp2",
-        LOOP,
-        "TrainLoop._evaluate",
-        "loader.step = 0",
+        "weft.train.validation",
+        "Validation.__call__",
+        "self.loader.step = 0",
         "pass",
     ),
     "validation with dropout": (

@@ -85,6 +85,9 @@ def train(
             raise ConfigError(
                 "--trace", trace, "shows stages, and [workers] has none", "leave it out"
             )
+        if trace and run.train.profile is not None:
+            problem = "both record what stages do"
+            raise ConfigError("--trace", trace, problem, "leave it out, or train.profile")
         if nodes is not None:
             # set before torch is imported: each lost connection prints a page of C++ stacks else
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+import re
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from .compile_options import CompileChoice, CompileMode, CompileOptions
 from .errors import nearest
 from .toml import TomlTable, table_error
+
+_AS_TUPLE = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+Names = Annotated[tuple[str, ...], _AS_TUPLE]
+# names, or tables with a name and arguments
+NamedTables = Annotated[tuple[str | dict[str, Any], ...], _AS_TUPLE]
 
 
 class TrainConfig(TomlTable):
@@ -103,7 +109,36 @@ class TrainConfig(TomlTable):
     )
     eval_every: int = Field(default=0, ge=0, description="steps between validations; 0: never")
     eval_batches: int = Field(default=8, gt=0, description="batches per validation")
+    eval_metrics: Names = Field(
+        default=(),
+        description=(
+            'functions of (output, batch) that return (sum, weight), as in ["mine:accuracy"]: their'
+            " means over a validation are logged as val_NAME (docs/metrics.md)"
+        ),
+    )
     log_every: int = Field(default=10, gt=0, description="steps between lines of metrics")
+    callbacks: NamedTables = Field(
+        default=(),
+        description=(
+            'classes that are called while the run trains, as in ["package.module:Name", { name ='
+            ' "weft.callbacks:EarlyStopping", patience = 5 }] (docs/watching.md)'
+        ),
+    )
+    loggers: NamedTables | None = Field(
+        default=None,
+        description=(
+            "where metrics go beside metrics.jsonl: tensorboard, csv, wandb, mlflow, as in"
+            ' ["csv", { name = "wandb", project = "mine" }] (docs/watching.md); default:'
+            " tensorboard where it is installed"
+        ),
+    )
+    profile: str | None = Field(
+        default=None,
+        description=(
+            'steps to record with torch.profiler, as in "10-12": profile.json in the run folder has'
+            " all ranks (docs/watching.md)"
+        ),
+    )
     recompute: str | int | tuple[str, ...] = Field(
         default="none",
         description=(
@@ -178,6 +213,20 @@ class TrainConfig(TomlTable):
             return CompileOptions(self.compile_mode, self.compile_backend, self.async_tp)
         return self.compile
 
+    @property
+    def profiled_steps(self) -> range:
+        """The steps of `profile`."""
+        first, _, last = (self.profile or "1-0").partition("-")
+        return range(int(first), int(last or first) + 1)
+
+    @field_validator("profile")
+    @classmethod
+    def _profile(cls, value: str | None) -> str | None:
+        found = re.fullmatch(r"(\d{1,12})(?:-(\d{1,12}))?", "1" if value is None else value)
+        if found and 0 < int(found[1]) <= int(found[2] or found[1]):
+            return value
+        raise table_error("are no steps", 'write one step or two, as in "10-12"')
+
     @field_validator("recompute", mode="before")
     @classmethod
     def _recompute(cls, value: object) -> object:
@@ -219,6 +268,12 @@ class TrainConfig(TomlTable):
                     raise table_error(
                         f"has no effect with compile = {self.compile!r}", fix, **{name: value}
                     )
+        if self.steps is not None and self.profiled_steps.stop - 1 > self.steps:
+            raise table_error(
+                "goes beyond the last step",
+                f"name steps up to {self.steps}",
+                profile=self.profile,
+            )
         if self.ema_warmup and self.ema is None:
             fix = "write ema, as in 0.999, or leave it out"
             raise table_error("has no effect without ema", fix, ema_warmup=True)

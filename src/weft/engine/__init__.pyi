@@ -1,5 +1,6 @@
 from .adamw8bit import AdamW8bit as AdamW8bit
 from .collective_audit import Audit as Audit
+from .comm_labels import COMM_PREFIX as COMM_PREFIX, CommLabels as CommLabels
 from .compile_blocks import (
     CompileCounts as CompileCounts,
     CompiledBlocks as CompiledBlocks,
@@ -8,6 +9,7 @@ from .compile_blocks import (
 )
 from .context_parallel.transformers_interfaces import eager_attention_by as eager_attention_by
 from .engine import Engine as Engine
+from .eval_metrics import check_metrics as check_metrics
 from .float8_device import check_float8 as check_float8
 from .float64_mode import Float64Mode as Float64Mode
 from .forward_refusals import refuse_what_does_not_run as refuse_what_does_not_run

@@ -108,9 +108,9 @@ class Audit(TorchDispatchMode):
         kind, message = _KINDS[name]
         group = next(
             (
-                _unbox_group(a)
+                unbox_group(a)
                 for a in args
-                if isinstance(a, torch.ScriptObject) and _unbox_group(a) is not None
+                if isinstance(a, torch.ScriptObject) and unbox_group(a) is not None
             ),
             None,
         )
@@ -120,7 +120,7 @@ class Audit(TorchDispatchMode):
         )
 
 
-def _unbox_group(value: torch.ScriptObject) -> dist.ProcessGroup | None:
+def unbox_group(value: torch.ScriptObject) -> dist.ProcessGroup | None:
     try:
         return dist.ProcessGroup.unbox(value)
     except (RuntimeError, TypeError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypedDict, Unpack
 
@@ -41,6 +41,7 @@ from .compile_blocks import CompiledBlocks, plan_compilation
 from .compute_copies import ComputeCopies
 from .context_parallel.sequence import ContextParallel
 from .context_parallel.whole_sequence import run_on_whole_sequences
+from .eval_metrics import NO_METRICS, check_metrics, split_totals
 from .expert_load import ExpertLoad
 from .forward_overrides import ForwardOverrides
 from .fsdp_units import FSDPUnits
@@ -290,7 +291,7 @@ class Engine:
 
     def _forward_backward(self, batch: Batch) -> list:
         """Run the schedule. Returns the parameters that no gradient reached."""
-        plan, training = self.plan, self._training
+        plan, training, self.reducer.trace = self.plan, self._training, self.trace
         micros = self.sequence.cut(batch).split(plan.microbatch, plan.accumulate)
         self._trail.clear()
         self._chosen.clear()
@@ -307,12 +308,15 @@ class Engine:
 
     # ---- forward alone ---------------------------------------------------------------------------
 
-    def evaluate(self, batch: Batch) -> StepResult:
-        """The mean loss of a batch over all ranks, in evaluation mode. `batch` as for `step`. Where
-        replicas step independently, each computes with its own weights."""
-        total = self._inference.evaluate(self._on_device(batch), self.loss)
-        self.replicas.sum_over(total, self.steps_done)
-        return StepResult(total[0] / total[1], total[1])
+    def evaluate(self, batch: Batch, metrics: Mapping[str, Loss] = NO_METRICS) -> StepResult:
+        """The mean loss of a batch over all ranks, in evaluation mode. `batch` as for `step`;
+        `metrics`: name -> (output, batch) -> (sum, weight). Where replicas step independently, each
+        computes with its own weights."""
+        check_metrics(metrics, self.plan)
+        totals = self._inference.evaluate(self._on_device(batch), self.loss, metrics)
+        self.replicas.sum_over(totals, self.steps_done)
+        loss, weight, found = split_totals(totals, metrics)
+        return StepResult(loss, weight, metrics=found)
 
     def forward(self, batch: Batch) -> Any:
         """The model's output in evaluation mode, logits whole on every rank. All ranks call it

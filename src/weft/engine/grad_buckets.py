@@ -8,6 +8,7 @@ use.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,12 +21,14 @@ from torch.distributed.tensor import DTensor
 from weft._torch.tensors import local_part
 from weft.core import (
     REPLICA_AXIS,
+    Action,
     CommTimer,
     Plan,
     bucket_gradients,
 )
 from weft.parallel import Mesh
 
+from .pipeline.runner import Span
 from .replica_sync.bucket_exchange import BucketExchange, BucketMessage
 
 
@@ -54,12 +57,22 @@ class FilledBucket:
     )  # parameters that this step's backward has given a gradient
 
 
+def _record(bucket: FilledBucket, work: dist.Work, trace: list[Span]) -> torch.futures.Future:
+    """Add when this sum began and ended to the trace; done when that is in it."""
+    action, began = Action("B", bucket.stage or 0, 0), time.perf_counter()
+    return work.get_future().then(
+        lambda _: trace.append(Span(action, began, time.perf_counter(), "reduce"))
+    )
+
+
 class GradReducer:
     """Sums gradients over the axes that the plan says, for the parameters of one engine. `params`:
     those that backward fills."""
 
     def __init__(self, plan: Plan, params: dict[str, nn.Parameter], mesh: Mesh):
         self.clock, self._params = CommTimer(), params
+        self.trace: list[Span] | None = None  # where sums are recorded, on CPUs
+        self._recorded: list[torch.futures.Future] = []
         self.buckets: list[FilledBucket] = []
         self._ready_buckets: list[
             FilledBucket
@@ -172,6 +185,8 @@ class GradReducer:
         bucket.launched = True
         if bucket.within is not None:
             bucket.work = dist.all_reduce(bucket.flat, group=bucket.within, async_op=True)
+            if self.trace is not None and bucket.flat.device.type == "cpu":
+                self._recorded.append(_record(bucket, bucket.work, self.trace))
         if bucket.number is not None and self.exchange is not None:
             self.exchange.launch(bucket.number, bucket.work)
 
@@ -187,6 +202,9 @@ class GradReducer:
                     bucket.work.wait()
             if self.exchange is not None:
                 self.exchange.finish()
+        for recorded in self._recorded:
+            recorded.wait()
+        self._recorded.clear()
         for bucket in self.buckets:
             for p, view in zip(bucket.params, bucket.views, strict=True):
                 if bucket.stored and p.grad is not None:

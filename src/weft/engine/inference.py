@@ -9,14 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from weft.core import STAGE_AXIS, broadcast_value
-from weft.nn import computed, model_arguments, weighed_loss
+from weft.nn import model_arguments, weighed_loss
 from weft.parallel import TOKEN_AXES, Mesh
 
 from .compile_blocks import CompiledBlocks
 from .context_parallel.sequence import ContextParallel
+from .eval_metrics import Metrics, measure, whole_output
 from .fsdp_units import FSDPUnits
 from .function_overrides import FunctionOverrides
 from .microbatch import Batch, MicroBatch
@@ -50,11 +50,12 @@ class Inference:
             self.stages.low.refresh()
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch, loss: Loss) -> Tensor:
-        """Loss and weight [2], float64, of this rank's part of a batch, summed over the ranks of
-        its replica."""
+    def evaluate(self, batch: Batch, loss: Loss, metrics: Metrics) -> Tensor:
+        """[1 + metrics, 2] float64: sum and weight of the loss and of each metric, of this rank's
+        part of a batch, summed over the ranks of its replica."""
         self._begin()
-        total, plan = torch.zeros(2, dtype=torch.float64, device=self.mesh.device), self.stages.plan
+        plan = self.stages.plan
+        total = torch.zeros(1 + len(metrics), 2, dtype=torch.float64, device=self.mesh.device)
         whole = WholeBatchLoss(loss, plan, self.mesh) if plan.whole_batch else None
         number = count()  # outputs come in the order of microbatches
 
@@ -63,7 +64,8 @@ class Inference:
                 value, weight = whole(next(number), output, micro)
             else:
                 value, weight = weighed_loss(loss, output, micro)
-            total.add_(torch.stack([value, torch.as_tensor(weight, device=value.device)]).double())
+            found = torch.stack([value, torch.as_tensor(weight, device=value.device)]).double()
+            total.add_(torch.stack([found, *measure(metrics, output, micro)]))
 
         micros = self.sequence.cut(batch).split(plan.microbatch, plan.accumulate)
         work = InferenceCompute(self.stages, micros, add, self.parts)
@@ -85,7 +87,7 @@ class Inference:
         work = InferenceCompute(
             self.stages,
             [micro],
-            lambda output, _: outputs.append(_unshard_output(output)),
+            lambda output, _: outputs.append(whole_output(output)),
         )
         with self.compiled.paused():
             self.single.run(work, [micro.signature], forward_only=True)
@@ -96,13 +98,3 @@ class Inference:
             mine = outputs[0] if outputs else None
             return broadcast_value(mine, source, group, self.mesh.device)
         return outputs[0]
-
-
-def _unshard_output(output: Any) -> Any:
-    """The output with no tensor sharded or deferred."""
-    if isinstance(output, Tensor):
-        return computed(output.full_tensor() if isinstance(output, DTensor) else output)
-    for key, value in output.items() if isinstance(output, dict) else ():
-        if isinstance(value, Tensor):
-            output[key] = _unshard_output(value)
-    return output

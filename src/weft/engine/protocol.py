@@ -3,8 +3,8 @@ on named workers."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,7 @@ from weft.parallel import ExpertCommStats, Mesh
 from .context_parallel.sequence import ContextParallel
 from .expert_load import ExpertLoad
 from .microbatch import Batch
+from .pipeline.stage_compute import Loss
 from .replica_sync.replicas import ReplicaSync
 
 
@@ -29,12 +30,14 @@ class StepResult:
         grad_norm: global norm of the mean gradient; None where nothing asked for it.
         skipped: the weights did not change: a gradient was not finite (fp16), or its norm was an
             outlier (`Engine`'s `skip`).
+        metrics: of an evaluation, what its metrics gave: name -> [2] float64, sum and weight.
     """
 
     loss: Tensor
     weight: Tensor
     grad_norm: Tensor | None = None
     skipped: bool = False
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class TrainingEngine(Protocol):
@@ -63,7 +66,7 @@ class TrainingEngine(Protocol):
     @property
     def codec_state_lost(self) -> bool: ...
     def step(self, batch: Batch) -> StepResult: ...
-    def evaluate(self, batch: Batch) -> StepResult: ...
+    def evaluate(self, batch: Batch, metrics: Mapping[str, Loss] = ...) -> StepResult: ...
     def forward(self, batch: Batch) -> Any: ...
     def connect(self) -> None: ...
     def gather(self, last: bool = False) -> bool: ...

@@ -150,8 +150,16 @@ def widened(loss: Callable[..., Any], output: Any) -> Any:
     return wide(output) if isinstance(output, Tensor) else tree_map(wide, output)
 
 
-def weighed_loss(loss: Callable[..., Any], output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+def weighed_loss(
+    loss: Callable[..., Any], output: Any, batch: Batch, field: str = "loss"
+) -> tuple[Tensor, Tensor]:
     """What a loss returns, (sum, weight). The output is `widened`.
+
+    Args:
+        loss: what is called.
+        output: what the model returns.
+        batch: what it was called with.
+        field: what an error names.
 
     Raises:
         ConfigError: it returns anything else, such as a mean.
@@ -179,7 +187,7 @@ def weighed_loss(loss: Callable[..., Any], output: Any, batch: Batch) -> tuple[T
         "return (sum, weight): the sum over what counts as a tensor without dims, and how many"
         " count, as in return losses.sum(), losses.numel()"
     )
-    raise ConfigError("loss", name, f"returns {_described(found)}, not (sum, weight)", fix)
+    raise ConfigError(field, name, f"returns {_described(found)}, not (sum, weight)", fix)
 
 
 def _without_dims(found: Any) -> Any:

@@ -1,4 +1,5 @@
 from .build import (
+    build_callbacks as build_callbacks,
     build_dataset as build_dataset,
     build_deferred as build_deferred,
     build_loss as build_loss,
@@ -17,6 +18,12 @@ from .build import (
     server_replicas as server_replicas,
     with_layout as with_layout,
 )
+from .callbacks import (
+    Callback as Callback,
+    Callbacks as Callbacks,
+    EarlyStopping as EarlyStopping,
+    WatchedRun as WatchedRun,
+)
 from .conversations import Chat as Chat, chat as chat
 from .data import (
     Dataset as Dataset,
@@ -34,6 +41,12 @@ from .hf_checkpoint import (
     DTYPES as DTYPES,
     export_weights as export_weights,
     import_weights as import_weights,
+)
+from .loggers import (
+    Csv as Csv,
+    Mlflow as Mlflow,
+    TensorBoard as TensorBoard,
+    Wandb as Wandb,
 )
 from .metrics import (
     highest_over_ranks as highest_over_ranks,

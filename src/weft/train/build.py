@@ -50,6 +50,8 @@ from weft.parallel import STATE_AXES, PlanRequest, plan_from_request
 from weft.sync import make_sync
 
 from . import conversations, data, lr_schedule
+from .callbacks import check_callback
+from .loggers import LOGGERS, has_tensorboard
 from .named_callables import call_named, resolve_callable, signature_of
 from .samples import named_samples
 
@@ -284,6 +286,54 @@ def build_loss(run: RunConfig) -> Loss:
     found = resolve_callable(run.loss, run.folder, "train.loss")
     check_loss(found, "train.loss", run.loss)
     return found
+
+
+def build_eval_metrics(run: RunConfig) -> dict[str, Loss]:
+    """What [train] eval_metrics names: the last part of each name -> the function. Raises
+    ConfigError."""
+    found: dict[str, Loss] = {}
+    for name in run.train.eval_metrics:
+        short = name.rpartition(":")[2].rpartition(".")[2]
+        metric = resolve_callable(name, run.folder, "train.eval_metrics")
+        check_loss(metric, "train.eval_metrics", name)
+        if short in found or short == "loss":
+            problem, fix = (
+                f"val_{short} is another metric already",
+                "give the function another name",
+            )
+            raise ConfigError("train.eval_metrics", name, problem, fix)
+        found[short] = metric
+    return found
+
+
+def build_callbacks(run: RunConfig) -> list[Any]:
+    """What [train] callbacks names, and after these the loggers. Raises ConfigError, DataError."""
+    made, field = [], "train.callbacks"
+    for entry in run.train.callbacks:
+        name, arguments = _named_table(field, entry, "package.module:Name")
+        function = resolve_callable(name, run.folder, field)
+        made.append(call_named(function, name, field, (), arguments))
+        check_callback(made[-1], field, name)
+    loggers, field = run.train.loggers, "train.loggers"
+    if loggers is None:
+        loggers = ("tensorboard",) if has_tensorboard() else ()
+    for entry in loggers:
+        name, arguments = _named_table(field, entry, "wandb")
+        if name not in LOGGERS:
+            raise ConfigError(field, name, "is no logger", nearest(name, LOGGERS))
+        made.append(call_named(LOGGERS[name], name, field, (), arguments))
+    return made
+
+
+def _named_table(
+    field: str, entry: str | dict[str, Any], example: str
+) -> tuple[str, dict[str, Any]]:
+    """The name of a name or a table, and the table's other keys."""
+    arguments = {"name": entry} if isinstance(entry, str) else dict(entry)
+    name = arguments.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError(field, entry, "has no name", f'write {{ name = "{example}", ... }}')
+    return name, arguments
 
 
 def build_optimizer(run: RunConfig) -> OptimizerFactory:

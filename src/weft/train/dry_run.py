@@ -36,6 +36,7 @@ def dry_run(
     sample: Mapping[str, Tensor],
     *,
     counted: bool = False,
+    metrics: Sequence[Loss] = (),
 ) -> None:
     """Run a model and its loss on a sample, as far as shapes and the sample's values take them:
     other errors than refusals end it, and are left to the ranks. It takes no memory: a model with
@@ -48,11 +49,12 @@ def dry_run(
         sample: a batch with values. Of a long one, the run takes the first `POSITIONS`.
         counted: whether the model is given `position_ids` where its forward names them and the
             sample has none, as under cp.
+        metrics: of a validation.
 
     Raises:
         DataError: the model looks up a row that a table does not have, or raises a ValueError
             before it computes with a weight.
-        ConfigError: the loss does not return (sum, weight).
+        ConfigError: the loss or a metric does not return (sum, weight).
     """
     if not all(p.is_meta for p in model.parameters()):
         return
@@ -68,6 +70,8 @@ def dry_run(
         try:
             output = model(**model_arguments(names, batch))
             weighed_loss(loss, output, batch)
+            for metric in metrics:
+                weighed_loss(metric, output, batch, "train.eval_metrics")
         except Refusal:
             raise
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""What a run measures, written to metrics.jsonl and, where TensorBoard is installed, to its events.
+"""What a run measures, written to metrics.jsonl.
 
 A line of metrics.jsonl is one JSON object, of a logged step or of a validation:
 
@@ -20,22 +20,21 @@ modules, and `dropped_share` is the part of all choices for which there was no r
 what gates added to the loss. Where tokens travel, `dispatch_bytes` is what a rank sends of them in
 a step, `dispatch_exposed_s` and `dispatch_hidden_s` are as above.
 
-TensorBoard has the same names, but for `tokens_per_expert`.
+Loggers get the same names, but for `tokens_per_expert`.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +42,7 @@ from torch import Tensor
 
 from weft.core import ConfigError, WeftError, read_file, replace_file
 
-from .run_folder import METRICS, TENSORBOARD
+from .run_folder import METRICS
 
 MOST_BYTES = 1 << 32  # of metrics.jsonl
 MOST_KEPT = 10_000  # lines of a process that does not write, until it may have to
@@ -53,12 +52,18 @@ Line = Mapping[str, Any]
 class Metrics:
     """Writes the lines of a run that has done `done` steps; what an earlier run wrote about later
     ones is dropped, if this process `writes` from now on, and not another one. Who writes later
-    adds what is not there of the lines that it has kept."""
+    adds what is not there of the lines that it has kept. `log` is called with each line that this
+    process has written."""
 
-    def __init__(self, folder: Path, done: int, writes: bool = True):
-        self._path, self._folder, self._done = folder / METRICS, folder / TENSORBOARD, done
-        self._board: Any = None
-        self._boards = has_tensorboard()
+    def __init__(
+        self,
+        folder: Path,
+        done: int,
+        writes: bool = True,
+        log: Callable[[Line], None] = lambda line: None,
+    ):
+        self._log = log
+        self._path = folder / METRICS
         self._writes, self._kept = writes, deque[Line](maxlen=MOST_KEPT)
         self._there = set[tuple[int, bool]]()  # by another process, when this one began to write
         if writes and os.path.lexists(self._path):  # a link is none of weft's
@@ -88,37 +93,16 @@ class Metrics:
         return {_subject(line) for line in found if line["step"] >= first["step"]}
 
     def _append(self, line: Line) -> None:
-        if self._board is None and self._boards:
-            # imported only now: the first step need not wait for it
-            from torch.utils.tensorboard import SummaryWriter
-
-            purge = self._done + 1 if self._done else None
-            self._board = SummaryWriter(str(self._folder), purge_step=purge, flush_secs=10)
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
-        for key, value in line.items() if self._board is not None else ():
-            if key != "step" and not isinstance(value, Mapping):
-                self._board.add_scalar(key, value, line["step"])
+        self._log(line)
 
     def back_to(self, step: int) -> None:
         """Drop the lines past this step: the steps are taken again."""
-        self._done = step
         self._kept.clear()
         self._there.clear()
-        if self._board is not None:
-            self._board.close()
-            self._board = None
         if self._path.exists():
             keep_until(self._path, step)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None = None, *error: object) -> None:
-        if self._board is not None:
-            # an error of the run comes first
-            with suppress(WeftError) if kind else nullcontext(), self._on_disk():
-                self._board.close()
 
     @contextmanager
     def _on_disk(self) -> Iterator[None]:
@@ -126,12 +110,7 @@ class Metrics:
             yield
         except OSError as error:
             problem = f"cannot be written ({error.strerror or error})"
-            raise WeftError(f"{self._folder.parent}: metrics {problem}; --resume goes on") from None
-
-
-def has_tensorboard() -> bool:
-    """Whether the package that reads and writes its events is installed."""
-    return importlib.util.find_spec("tensorboard") is not None
+            raise WeftError(f"{self._path.parent}: metrics {problem}; --resume goes on") from None
 
 
 def _subject(line: Line) -> tuple[int, bool]:

@@ -13,7 +13,7 @@ from typing import Any
 from weft.core import NO_CODE, ConfigError, Refusal, nearest, require_known
 
 # Names of these may stand in a run file of which no code is to run.
-_OWN = ("weft.models", "weft.losses", "weft.data", "weft.optimizers")
+_OWN = ("weft.models", "weft.losses", "weft.data", "weft.optimizers", "weft.callbacks")
 
 
 def resolve_callable(

@@ -27,6 +27,7 @@ from weft.engine import (
     check_codec,
     check_compiled,
     check_float8,
+    check_metrics,
     check_offload_device,
     check_optimizer,
     check_servers,
@@ -43,7 +44,9 @@ from weft.parallel import (
 
 from . import data
 from .build import (
+    build_callbacks,
     build_dataset,
+    build_eval_metrics,
     build_loss,
     build_model,
     build_optimizer,
@@ -78,6 +81,11 @@ def check_run(
     Raises:
         Refusal: The run, or a layout, or with `refused` every layout, cannot be trained.
     """
+    build_callbacks(run)
+    metrics = build_eval_metrics(run)
+    if metrics and not run.train.eval_every:
+        problem, fix = "no step is validated", "set train.eval_every, as 100"
+        raise ConfigError("train.eval_metrics", [*metrics], problem, fix)
     bare, train = build_skeleton(run), build_dataset(run)
     check_lr_schedule(run)
     factory = build_optimizer(run)
@@ -93,6 +101,7 @@ def check_run(
                 check_optimizer(made, each.replica())
                 check_servers(made, each)
                 check_codec(made, each)
+            check_metrics(metrics, each)
             _check_workers(run, bare, each)
             check_compiled(bare, each.blocks)
             resolve_compile(run.train.compile_options, each, own_device())
@@ -121,7 +130,7 @@ def check_run(
     check_inputs(bare, inputs, train[0])
     check_labels(loss, sample)
     counted = any(laid.layout.size(*SEQUENCE_AXES) > 1 for laid in plans)
-    dry_run(bare, loss, inputs, sample, counted=counted)
+    dry_run(bare, loss, inputs, sample, counted=counted, metrics=[*metrics.values()])
     return plans
 
 
@@ -178,6 +187,9 @@ def _check_workers(run: RunConfig, bare: nn.Module, laid: Plan) -> None:
                 raise ConfigError(
                     f"{name}.{key}", value, problem, f"leave [{name}] out, or [workers]"
                 )
+    if run.train.profile is not None:
+        problem = "a profile shows the ranks of a layout, and [workers] has none"
+        raise ConfigError("train.profile", run.train.profile, problem, "leave it out")
     if run.train.compile == "blocks":
         problem = "blocks call modules of other processes, which no graph holds"
         fix = "leave compile out, or [workers]"

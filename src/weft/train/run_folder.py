@@ -1,6 +1,7 @@
 """The run folder:
 
-    run.toml  plan.txt  metrics.jsonl  sample.txt  tensorboard/  checkpoints/
+    run.toml  plan.txt  metrics.jsonl  sample.txt  checkpoints/
+    tensorboard/  metrics.csv  wandb/  (of loggers)  profile.json
 
 and whether a run may write into it. Asked before any process starts, so nothing here takes part in
 a process group.
@@ -25,6 +26,8 @@ from weft.core import CheckpointError, ConfigError, RunConfig
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
+CSV = "metrics.csv"
+PROFILE = "profile.json"
 SAMPLE = "sample.txt"
 
 # scalars of a checkpoint

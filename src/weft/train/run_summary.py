@@ -59,6 +59,8 @@ def run_summary(
             else "--resume goes on"
         )
         rows["stopped"] = f"saved after step {engine.steps_done}; {again}"
+    elif why := loop.callbacks.run.stop_reason:
+        rows["stopped"] = why
     if loop.loss is not None:
         rows["loss"] = f"{loop.loss:.4f}"
     if loop.val_loss is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,15 +25,18 @@ from weft.engine import StepResult, TrainingEngine, WeightAverage
 from weft.launch import Watchdog
 
 from . import build
+from .callbacks import Callbacks
 from .comm_metrics import CommMetrics, RpcMetrics, comm_metrics_of
 from .data import Loader
 from .expert_metrics import ExpertMetrics
-from .metrics import Metrics, StepTimer, highest_over_ranks, peak_memory_bytes
+from .metrics import Line, Metrics, StepTimer, highest_over_ranks, peak_memory_bytes
 from .progress import Progress
 from .run_folder import LEFT_OUT, LOSSES, checkpoint_folder, data_position, loop_state
+from .step_profiler import StepProfiler, profiled
 from .stop_request import StopRequest
 from .token_rows import refuse_unknown_tokens
 from .trace_recorder import TraceRecorder
+from .validation import Validation
 
 # (run, device, measured seconds of a step) -> lines of the summary
 Compare = Callable[[RunConfig, torch.device, float], dict[str, str]]
@@ -52,13 +55,15 @@ class TrainLoop:
     run: RunConfig
     engine: TrainingEngine
     loader: Loader
-    val_loader: Loader | None
+    validation: Validation | None
     counted: tuple[str, int]  # what a rate counts, and how many of it a step has
     metrics: Metrics | None
     progress: Progress
     watchdog: Watchdog
+    callbacks: Callbacks
     recorder: TraceRecorder | None = None
     average: WeightAverage | None = None
+    profiler: StepProfiler | None = None
     loss: float | None = None  # of the last step that was taken
     left_out: int = 0  # steps in a row
     skipped: Counter[str] = field(default_factory=Counter)  # steps of this run, by the reason
@@ -66,7 +71,6 @@ class TrainLoop:
     val_loss: float | None = None
     passed: int = 0  # batches that are left out for good, so that each step's is so many further on
     back: tuple[int, int] = (-1, 0)  # the checkpoint that it last went back to, and how often
-    shares: int = 1  # into which a validation batch is divided, one after the other
     members: tuple[
         int, ...
     ] = ()  # replicas that took part when it was last logged, where some may be left out
@@ -106,7 +110,8 @@ class TrainLoop:
             if self.recorder is not None:
                 self.recorder.before(step - self.first + 1)
             idle_s = self.engine.waited_s
-            with self.traffic.step(), refuse_unknown_tokens(self.engine, batch):
+            around = profiled(self.profiler, step)
+            with around, self.traffic.step(), refuse_unknown_tokens(self.engine, batch):
                 unread.append(self.engine.step(batch))
             recent.append(unread[-1])
             if self.average is not None and not unread[-1].skipped:
@@ -134,31 +139,39 @@ class TrainLoop:
                 if stop:
                     return True
                 continue
+            line = None
+            result = recent[-1]
             if log:
-                self._log(step, recent)
+                line = self._log(step, recent)
                 recent.clear()
             replicas = self.engine.replicas
             with self.clock.pause():
                 fit = True
                 if stop or last or (keep and (replicas.leads or replicas.exchanges_weights)):
                     fit = self.engine.gather(last=stop or last)
+                self.callbacks.step_end(result, line)
                 if evaluate:
                     self._evaluate(step)
+                ends = (log or keep or self._validated(step)) and self.callbacks.ends()
+                if ends and not (stop or last):
+                    keep, fit = True, self.engine.gather(last=True)
                 if keep and fit:
                     # of replicas that step by themselves another may be the one that saves next
-                    self._save(step, wait=stop or last or replicas.independent)
-            if stop:
-                return True
+                    self._save(step, wait=stop or last or ends or replicas.independent)
+            self.callbacks.raise_failed()
+            if stop or ends:
+                return stop
         return False
 
     def _evaluates(self, step: int) -> bool:
-        t, mine = (
-            self.run.train,
-            not self.engine.replicas.servers_update or self.engine.replicas.index == 0,
-        )  # a server's weights are all's
-        return (
-            mine and self.val_loader is not None and (step == t.steps or step % t.eval_every == 0)
-        )
+        """Whether this rank takes part in a validation after this step."""
+        replicas = self.engine.replicas  # a server's weights are all's
+        mine = not replicas.servers_update or replicas.index == 0
+        return mine and self.validation is not None and self._validated(step)
+
+    def _validated(self, step: int) -> bool:
+        t = self.run.train
+        return bool(t.eval_every) and (step == t.steps or step % t.eval_every == 0)
 
     def _read(self, step: int, unread: Sequence[StepResult]) -> str | None:
         """Wait for this step, the last of `unread`, and go on from none whose loss or gradient is
@@ -225,12 +238,13 @@ class TrainLoop:
         self.spikes.restore(loop_state(scalars)[1])
         if self.metrics is not None:
             self.metrics.back_to(kept)
+        self.callbacks.rolled_back(kept)
         batches = f"{step - kept} batches are" if step - kept > 1 else "1 batch is"
         self.progress.say(
             f"step {step}/{self.run.train.steps}  {why}: back to step {kept}, {batches} left out"
         )
 
-    def _log(self, step: int, recent: Sequence[StepResult]) -> None:
+    def _log(self, step: int, recent: Sequence[StepResult]) -> Line:
         """Write and show a line about this step, the last of `recent`."""
         step_s = self.clock.lap() / len(recent)
         self.paces.append(step_s)
@@ -271,35 +285,25 @@ class TrainLoop:
             self.progress.speaks = leads = self.engine.replicas.leads
             self.metrics.write(line, leads)
         self.progress.log(line)
+        return line
 
     def _evaluate(self, step: int) -> None:
-        """The mean loss of the validation batches, the same ones each time, over all that counts in
-        them."""
-        assert self.val_loader is not None
-        loader = self.val_loader
-        loader.step = 0
-        results = []
-        for number in range(min(self.run.train.eval_batches * self.shares, loader.steps_per_epoch)):
-            batch = build.cast_batch(self.run, next(loader))
-            first = self.watchdog.rare() if number == 0 else nullcontext()
-            averaged = self.average.in_use() if self.average is not None else nullcontext()
-            with first, averaged, refuse_unknown_tokens(self.engine, batch):
-                results.append(self.engine.evaluate(batch))
-            self.watchdog.beat(f"batch {number + 1} of the validation after step {step}")
-        weights = torch.stack([r.weight for r in results])
-        self.val_loss = float(
-            (torch.stack([r.loss for r in results]) * weights).sum() / weights.sum()
-        )
+        assert self.validation is not None
+        line = self.validation(step)
+        self.val_loss = line["val_loss"]
         if not math.isfinite(self.val_loss):
             raise WeftError(
                 f"the validation loss after step {step} is {self.val_loss}. {_advice(self.run)}"
             )
+        line = {"step": step, **line}
         if self.metrics is not None:
-            line = {"step": step, "val_loss": self.val_loss}
             self.metrics.write(line, self.engine.replicas.leads)
+        others = [f"  {k[4:]} {v:.4f}" for k, v in line.items() if k not in ("step", "val_loss")]
         self.progress.say(
             f"step {step}/{self.run.train.steps}  validation loss {self.val_loss:.4f}"
+            + "".join(others)
         )
+        self.callbacks.validation_end(line)
 
     def _save(self, step: int, wait: bool) -> None:
         """A checkpoint, written beside the next steps unless one is to `wait` for it; never of
@@ -335,6 +339,7 @@ class TrainLoop:
             if wait:
                 self.saver.wait()
         self.watchdog.beat(f"the checkpoint of step {step}")
+        self.callbacks.checkpoint_saved(step)
 
     @contextmanager
     def _of_this_replica(self) -> Iterator[None]:

@@ -29,9 +29,11 @@ from weft.parallel import (
 )
 
 from . import build
+from .callbacks import Callbacks
 from .data import Dataset, Loader, NoDataset
 from .generate import sample_text, text_coder
-from .metrics import Metrics, has_tensorboard, rate_unit
+from .loggers import has_tensorboard
+from .metrics import Metrics, rate_unit
 from .progress import Progress
 from .run_folder import (
     SAMPLE,
@@ -40,9 +42,11 @@ from .run_folder import (
     resume_folder,
 )
 from .run_summary import run_header, run_summary
+from .step_profiler import StepProfiler
 from .stop_request import StopRequest
 from .trace_recorder import FIRST, TraceRecorder
 from .train_loop import Compare, TrainLoop
+from .validation import Validation
 
 
 def train(
@@ -121,7 +125,7 @@ def _train(
     done = engine.steps_done
     if engine.codec_state_lost:
         notes.append("what codecs had kept was another layout's or codec's: it begins anew")
-    if not has_tensorboard():
+    if t.loggers is None and not has_tensorboard():
         notes.append('no events for TensorBoard: pip install "weft[tensorboard]"')
     if trace and t.steps - done < FIRST:
         problem = (
@@ -142,26 +146,45 @@ def _train(
         if trace and engine.replicas.leads and isinstance(engine, Engine)
         else None
     )
+    profiler = None
+    if t.profile is not None and engine.replicas.leads and isinstance(engine, Engine):
+        profiler = StepProfiler(engine, t.profiled_steps)
     progress = Progress(console, t.steps, done)
     progress.table(run_header(run, engine, done, notes))
+    named, tables = build.build_callbacks(run), asked.model_dump(mode="json", exclude_none=True)
+    watched = {"steps": t.steps, "folder": folder, "config": tables, "say": progress.say}
+    callbacks = Callbacks(named, engine, **watched)
     # of replicas that are apart the one that leads writes, and another may lead later
-    writer = Metrics(folder, done, engine.replicas.leads) if rank == 0 else nullcontext()
+    metrics = Metrics(folder, done, engine.replicas.leads, callbacks.log) if rank == 0 else None
     limit_s = t.hang_s
     if limit_s is None and (engine.replicas.independent or isinstance(engine, Remote)):
         limit_s = RARE_S  # an exchange of weights, or the driver, may take longer than any step
-    with writer as metrics, StopRequest() as interrupt, progress, Watchdog(limit_s) as watchdog:
+    with (
+        StopRequest() as interrupt,
+        progress,
+        Watchdog(limit_s) as watchdog,
+        callbacks,
+    ):
+        validation = (
+            Validation(
+                run, engine, val_loader, watchdog, shares, build.build_eval_metrics(run), average
+            )
+            if val_loader is not None
+            else None
+        )
         loop = TrainLoop(
             run,
             engine,
             loader,
-            val_loader,
+            validation,
             rate_unit(dataset[0], t.batch),
             metrics,
             progress,
             watchdog,
+            callbacks,
             recorder,
             average,
-            shares=shares,
+            profiler,
             passed=left_out,
         )
         loop.spikes.restore(losses)
@@ -170,6 +193,8 @@ def _train(
                 watchdog.beat, "a call"
             )  # while the driver validates a worker takes no steps
         interrupted = loop(interrupt)
+    if profiler is not None and (profile := profiler.finish(folder)) is not None:
+        progress.say(f"profile of steps {t.profile}: {profile}; open it at ui.perfetto.dev")
     drawing = (
         recorder.finish(folder, console.width, console.color_system is not None)
         if recorder is not None

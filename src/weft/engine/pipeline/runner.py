@@ -56,13 +56,13 @@ class StageCompute(Protocol):
 
 
 class Span(NamedTuple):
-    """What a rank did from `start` to `stop`, in seconds: compute an action, or wait for what it
-    needs."""
+    """What a rank did from `start` to `stop`, in seconds: compute an action, wait for what it
+    needs, or beside that sum the gradients of its stage."""
 
     action: Action
     start: float
     stop: float
-    kind: Literal["compute", "recv-wait"] = "compute"
+    kind: Literal["compute", "recv-wait", "reduce"] = "compute"
 
 
 class _RunnerStep(NamedTuple):

@@ -38,6 +38,7 @@ from weft.pipeline import tensors_in
 from ..batch_preparation import BatchPreparation
 from ..compute_copies import ComputeCopies
 from ..context_parallel.sequence import ContextParallel
+from ..eval_metrics import NO_METRICS, Metrics, check_metrics, measure, split_totals
 from ..expert_load import ExpertLoad
 from ..function_overrides import FunctionOverrides
 from ..microbatch import Batch, MicroBatch, check_batch
@@ -250,19 +251,21 @@ class Remote(RemoteState):
     # ---- forward alone ---------------------------------------------------------------------------
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> StepResult:
+    def evaluate(self, batch: Batch, metrics: Metrics = NO_METRICS) -> StepResult:
         """The mean loss of a batch in evaluation mode, on the driver; nothing on a worker."""
-        loss, weight = torch.zeros(()).double(), torch.ones(()).double()
+        check_metrics(metrics, self.plan)
+        totals = torch.tensor([0.0, 1.0], dtype=torch.float64).repeat(1 + len(metrics), 1)
         if self.here == DRIVER:
             self._mode(False)
-            total = torch.zeros(2, dtype=torch.float64)
+            totals.zero_()
             plan, batch = self.plan, self._prepared(batch)
             for micro in self.sequence.cut(batch).split(plan.microbatch, plan.accumulate):
                 output = self._forward(micro)
                 found = weighed_loss(self.loss, output, micro.batch)
-                total += torch.stack([torch.as_tensor(each).double() for each in found])
-            loss, weight = total[0] / total[1], total[1]
-        return StepResult(loss, weight)
+                of_loss = torch.stack([torch.as_tensor(each).double() for each in found])
+                totals += torch.stack([of_loss, *measure(metrics, output, micro.batch)])
+        loss, weight, given = split_totals(totals, metrics)
+        return StepResult(loss, weight, metrics=given)
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Any:

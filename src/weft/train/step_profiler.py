@@ -1,0 +1,177 @@
+"""`train.profile`: chosen steps under torch.profiler, all ranks in one trace.
+
+Each rank is a process of the trace, with its threads as torch.profiler has them. Two things are
+added: a thread with the actions of its stages, and a track for each kind of communication, from its
+start to its end, which overlaps with what runs meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from weft.core import replace_file
+from weft.engine import COMM_PREFIX, CommLabels, Engine, Span
+
+from .run_folder import PROFILE
+
+START = "weft: all ranks begin"
+STAGES, TRACK = "stages", "communication"
+GLOO, OVER = "gloo:", " over "
+Event = dict[str, Any]
+
+
+class StepProfiler:
+    """Profiles these steps of this rank. All ranks use it."""
+
+    def __init__(self, engine: Engine, steps: range):
+        self._engine, self._steps = engine, steps
+        self._profile: profile | None = None
+        self._spans: list[Span] = []
+        self._zero_s = 0.0
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around a step."""
+        if number not in self._steps:
+            yield
+            return
+        if self._profile is None:
+            self._begin()
+        self._engine.trace = []
+        with CommLabels(self._engine.mesh), record_function(f"step {number}"):
+            yield
+        # sums of gradients are among the communication
+        self._spans += [span for span in self._engine.trace if span.kind != "reduce"]
+        self._engine.trace = None
+        if number == self._steps[-1]:
+            self.stop()
+
+    def _begin(self) -> None:
+        cuda = self._engine.mesh.device.type == "cuda"
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+        self._profile = profile(activities=kinds)
+        self._running = True
+        self._profile.start()
+        if dist.is_initialized():
+            dist.barrier()  # one zero for the clocks of all hosts
+        with record_function(START):
+            self._zero_s = time.perf_counter()
+
+    def stop(self) -> None:
+        """The last step that is profiled has ended, or the run."""
+        if self._profile is not None and self._running:
+            self._profile.stop()
+            self._running = False
+
+    def finish(self, folder: Path) -> Path | None:
+        """Write the trace of all ranks to the run folder. All ranks call it; None: no step was
+        profiled."""
+        self.stop()
+        if self._profile is None:
+            return None
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        part = folder / f".{PROFILE}-{rank}"
+        self._profile.export_chrome_trace(str(part))
+        events = rank_events(rank, json.loads(part.read_text()), self._spans, self._zero_s)
+        part.write_text(json.dumps(events))
+        if dist.is_initialized():
+            dist.barrier()
+        if rank == 0:
+            parts = [folder / f".{PROFILE}-{each}" for each in range(world)]
+            merged = [event for each in parts for event in json.loads(each.read_text())]
+            trace = {"displayTimeUnit": "ms", "traceEvents": merged}
+            replace_file(folder / PROFILE, json.dumps(trace))
+            for each in parts:
+                each.unlink()
+        return folder / PROFILE
+
+
+def profiled(profiler: StepProfiler | None, step: int) -> Any:
+    """What is around a step."""
+    return nullcontext() if profiler is None else profiler.step(step)
+
+
+def rank_events(
+    rank: int, trace: Mapping[str, Any], spans: list[Span], zero_s: float
+) -> list[Event]:
+    """What torch.profiler recorded of a rank, as a process of a trace of all, whose zero is where
+    all ranks began."""
+    events = [dict(event) for event in trace["traceEvents"] if "ts" in event and "pid" in event]
+    zero = next(event["ts"] for event in events if event["name"] == START)
+    main = next(event["tid"] for event in events if event["name"] == START)
+    found: list[Event] = [
+        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}},
+        {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}},
+        _thread(rank, main, "main"),
+        _thread(rank, STAGES, "stages"),
+    ]
+    for event in events:
+        if event["ph"] == "M" or event["ts"] < zero:
+            continue
+        event |= {"pid": rank, "ts": event["ts"] - zero}
+        if "id" in event:  # of arrows, which each rank counts from 0
+            event["id"] = f"{rank}.{event['id']}"
+        found.append(event)
+    for number, (label, start, stop) in enumerate([*_messages(found)]):
+        common = {"cat": TRACK, "name": label, "pid": rank, "tid": main, "id": f"{rank}.c{number}"}
+        found += [{**common, "ph": "b", "ts": start}, {**common, "ph": "e", "ts": stop}]
+    for span in spans:
+        kind, stage, microbatch = span.action
+        start, length = (span.start - zero_s) * 1e6, (span.stop - span.start) * 1e6
+        name = str(span.action) if span.kind == "compute" else span.kind
+        common = {"cat": STAGES, "name": name, "pid": rank, "tid": STAGES, "ph": "X"}
+        where = {"kind": kind, "stage": stage, "microbatch": microbatch}
+        found.append({**common, "ts": start, "dur": length, "args": where})
+    return found
+
+
+def _thread(rank: int, tid: int | str, name: str) -> Event:
+    return {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": name}}
+
+
+def _messages(events: list[Event]) -> Iterator[tuple[str, float, float]]:
+    """(label, start, stop) of what was under way. NCCL's work is a kernel, which a labelled call
+    has launched. gloo's runs on threads of each group: whose they are is what most of it says that
+    begins during a labelled call."""
+    spans = [event for event in events if event["ph"] == "X"]
+    calls = sorted((e for e in spans if e["name"].startswith(COMM_PREFIX)), key=_start)
+    starts = [_start(call) for call in calls]
+    kernels = {e["args"]["correlation"]: e for e in spans if _is_nccl_kernel(e)}
+    work = [event for event in spans if event["name"].startswith(GLOO)]
+    votes: dict[Any, Counter[str]] = {event["tid"]: Counter() for event in work}
+
+    def label(event: Event) -> str | None:
+        at = bisect_right(starts, _start(event)) - 1
+        if at < 0 or _start(event) > starts[at] + calls[at]["dur"]:
+            return None
+        return str(calls[at]["name"].removeprefix(COMM_PREFIX))
+
+    for event in work:
+        if (said := label(event)) is not None:
+            votes[event["tid"]][said.partition(OVER)[2]] += 1
+    for event in work:
+        axes = votes[event["tid"]].most_common(1)
+        name = event["name"].removeprefix(GLOO) + (OVER + axes[0][0] if axes else "")
+        yield name, _start(event), _start(event) + event["dur"]
+    for event in spans:
+        kernel = kernels.get(event.get("args", {}).get("correlation"))
+        if kernel is not None and event.get("cat") == "cuda_runtime" and (said := label(event)):
+            yield said, _start(kernel), _start(kernel) + kernel["dur"]
+
+
+def _is_nccl_kernel(event: Event) -> bool:
+    return event.get("cat") == "kernel" and "nccl" in event["name"].lower()
+
+
+def _start(event: Event) -> float:
+    return float(event["ts"])
