@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import json
+import math
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -11,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 import weft
-from weft.core import DataError
+from weft.core import DataError, UnsupportedModel
 from weft.data import Loader, named_samples
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -94,3 +98,76 @@ def test_samples_that_are_tuples_get_names() -> None:
     }
     with pytest.raises(DataError, match="a tuple of 2 items"):
         named_samples(mnist.Digits(4), ("image",))
+
+
+# ---- dpo -----------------------------------------------------------------------------------------
+
+
+def small_pairs(dpo: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Namespace:
+    """The recipe in float64, with pairs from a file, some of them cut and some padded."""
+    file, read = tmp_path / "pairs.jsonl", dpo.read
+    file.write_text("\n".join(map(json.dumps, dpo.lines_of_code(24))), encoding="utf-8")
+
+    def in_float64(options: Namespace) -> Any:
+        policy, data = read(options)
+        return policy.double(), data
+
+    monkeypatch.setattr(dpo, "read", in_float64)
+    small = ["--steps", "3", "--batch", "4", "--seq-len", "60", "--output", str(tmp_path)]
+    return options(dpo, "--pairs", str(file), *small)
+
+
+def plain_dpo(policy: Any, pairs: list[dict[str, str]], small: Namespace) -> list[float]:
+    """The definition (Rafailov et al. 2023, equation 7), answer by answer and without padding."""
+    reference = copy.deepcopy(policy).requires_grad_(False)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=small.lr)
+
+    def log_ratio(prompt: str, answer: str) -> Tensor:
+        start = list(prompt.encode())[-(small.seq_len // 2) :]
+        ids = torch.tensor([[*start, *answer.encode()][: small.seq_len + 1]])
+        found = []
+        for model in (policy, reference):
+            logs = model(input_ids=ids[:, :-1]).logits.log_softmax(-1)
+            taken = logs.gather(-1, ids[:, 1:, None])[0, :, 0]
+            found.append(taken[len(start) - 1 :].sum())
+        return found[0] - found[1]
+
+    losses, order = [], Loader(pairs, small.batch, 0)  # type: ignore[arg-type]
+    for step in range(small.steps):
+        each = []
+        for pair in (pairs[i] for i in order.indices(step)):
+            better, worse = (log_ratio(pair["prompt"], pair[x]) for x in ("chosen", "rejected"))
+            each.append(-(0.1 * (better - worse)).sigmoid().log())
+        loss = torch.stack(each).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("layout", ["dp2", "fsdp2", "tp2"])
+def test_dpo_is_that_of_the_paper(
+    layout: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    dpo = load("dpo")
+    small = small_pairs(dpo, monkeypatch, tmp_path)
+    small.layout = layout
+    found = weft.launch(dpo.train, small, layout=layout)
+    policy, data = dpo.read(small)
+    expected = plain_dpo(policy, data.pairs, small)
+    assert expected[0] == pytest.approx(math.log(2)) and expected[-1] != expected[0]
+    assert found == pytest.approx(expected, rel=1e-9)
+    dpo.export(small)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    for name, weight in saved.state_dict().items():
+        assert torch.allclose(weight, policy.state_dict()[name].to(weight.dtype), atol=1e-6), name
+
+
+def test_dpo_in_a_pipeline_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its modules are called for both answers."""
+    dpo = load("dpo")
+    small = small_pairs(dpo, monkeypatch, tmp_path)
+    small.layout = "pp2"
+    with pytest.raises(UnsupportedModel, match="modules that are called once"):
+        weft.launch(dpo.train, small, layout="pp2")
