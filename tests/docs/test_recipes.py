@@ -171,3 +171,62 @@ def test_dpo_in_a_pipeline_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path:
     small.layout = "pp2"
     with pytest.raises(UnsupportedModel, match="modules that are called once"):
         weft.launch(dpo.train, small, layout="pp2")
+
+
+# ---- distillation --------------------------------------------------------------------------------
+
+
+def plain_distillation(distill: ModuleType, small: Namespace) -> tuple[list[float], Any]:
+    """Softened distributions and their divergence, written out; the losses and the student."""
+    student, teacher, data = distill.make_student(), distill.make_teacher(), distill.text()
+    optimizer = torch.optim.AdamW(student.parameters(), lr=3e-3)
+    losses, order = [], Loader(data, small.batch, 0)
+    for step in range(small.steps):
+        samples = [data[i] for i in order.indices(step)]
+        ids, labels = (torch.stack([s[key] for s in samples]) for key in ("input_ids", "labels"))
+        logits = student(ids)
+        with torch.no_grad():
+            theirs = (teacher(ids) / 2.0).softmax(-1)
+        ours = (logits / 2.0).softmax(-1)
+        soft = 4.0 * (theirs * (theirs.log() - ours.log())).sum(-1).mean()
+        hard = -logits.log_softmax(-1).gather(-1, labels[..., None]).mean()
+        loss = 0.9 * soft + 0.1 * hard
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, student
+
+
+@pytest.mark.parametrize("layout", ["dp2", "fsdp2", "tp2", "pp2", "cp2", "parts"])
+def test_distillation_equals_plain_torch(
+    layout: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    distill = load("distill")
+    for make in (distill.make_teacher, distill.make_student):  # in float64
+        monkeypatch.setattr(distill, make.__name__, lambda make=make: make().double())
+    small = options(distill, "--steps", "3", "--batch", "4", "--output", str(tmp_path))
+    small.layout = layout
+    if layout == "parts":
+        small.layout, small.parts = "fsdp2", distill.parts("teacher=fsdp student=whole")
+    found = weft.launch(distill.distill, distill.make_teacher(), small, layout=small.layout)
+    expected, student = plain_distillation(distill, small)
+    assert expected[-1] < expected[0] and found == pytest.approx(expected, rel=1e-9)
+
+    one = distill.WithTeacher(distill.make_student(), distill.make_teacher())
+    plan = weft.plan(one, "dp1", batch=1, loss=distill.distillation)
+    loss = distill.distillation
+    engine = weft.Engine(one, plan, optimizer=torch.optim.AdamW, loss=loss)
+    weft.checkpoint.load(engine, tmp_path / "student")
+    for name, weight in student.state_dict().items():
+        assert torch.allclose(one.student.state_dict()[name], weight, atol=1e-8), name
+
+
+def test_a_trained_teacher_comes_back(tmp_path: Path) -> None:
+    distill = load("distill")
+    few = ["--teacher-steps", "2", "--batch", "4", "--layout", "fsdp2"]
+    small = options(distill, *few, "--output", str(tmp_path))
+    weft.launch(distill.teach, small, layout="fsdp2")
+    begun, trained = distill.make_teacher(), distill.trained_teacher(small)
+    moved = (a - b for a, b in zip(begun.parameters(), trained.parameters()))
+    assert all(float(difference.detach().abs().max()) > 1e-4 for difference in moved)
