@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -230,3 +231,70 @@ def test_a_trained_teacher_comes_back(tmp_path: Path) -> None:
     begun, trained = distill.make_teacher(), distill.trained_teacher(small)
     moved = (a - b for a, b in zip(begun.parameters(), trained.parameters()))
     assert all(float(difference.detach().abs().max()) > 1e-4 for difference in moved)
+
+
+# ---- gan -----------------------------------------------------------------------------------------
+
+
+class Float64:
+    """A dataset with its real numbers in float64."""
+
+    def __init__(self, data: Any):
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {k: x.double() if x.is_floating_point() else x for k, x in self.data[index].items()}
+
+
+def plain_gan(gan: ModuleType, small: Namespace) -> tuple[list[tuple[float, float]], Any, Any]:
+    """One loop, two optimizers, `detach`, no copies."""
+    generator, judge = gan.make_nets()
+    adam = partial(torch.optim.Adam, lr=small.lr, betas=(0.5, 0.999))
+    of_judge, of_generator = adam(judge.parameters()), adam(generator.parameters())
+    bce = torch.nn.functional.binary_cross_entropy_with_logits
+    whole = Loader(gan.shapes(size=small.samples, image=gan.SIDE, noise=0.05), small.batch, seed=0)
+    losses, yes, no = [], torch.ones(small.batch, 1).double(), torch.zeros(small.batch, 1).double()
+    for step in range(small.steps):
+        drawn = generator(gan.draw_noise(2 * step, small.batch)).detach()
+        judged = bce(judge(next(whole)["image"]), yes) + bce(judge(drawn), no)
+        of_judge.zero_grad()
+        judged.backward()
+        of_judge.step()
+        fooled = bce(judge(generator(gan.draw_noise(2 * step + 1, small.batch))), yes)
+        of_generator.zero_grad()
+        fooled.backward()
+        of_generator.step()
+        losses.append((judged.item(), fooled.item()))
+    return losses, generator, judge
+
+
+@pytest.mark.parametrize("layout", ["dp2", "fsdp2", "tp2"])
+def test_two_engines_take_turns_as_one_loop_does(
+    layout: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gan = load("gan")
+    shapes, nets, noise = gan.shapes, gan.make_nets, gan.draw_noise
+    monkeypatch.setattr(gan, "shapes", lambda **how: Float64(shapes(**how)))
+    monkeypatch.setattr(gan, "make_nets", lambda: tuple(net.double() for net in nets()))
+    monkeypatch.setattr(gan, "draw_noise", lambda *which: noise(*which).double())
+    few = ["--steps", "5", "--batch", "8", "--samples", "40", "--output", str(tmp_path)]
+    small = options(gan, "--layout", layout, *few)
+    found = weft.launch(gan.train, small, layout=layout)
+    expected, generator, judge = plain_gan(gan, small)
+    assert [x for pair in found for x in pair] == pytest.approx(
+        [x for pair in expected for x in pair], rel=1e-9
+    )
+    turns = (
+        ("generator", gan.GeneratorTurn, gan.generator_loss, generator),
+        ("discriminator", gan.DiscriminatorTurn, gan.discriminator_loss, judge),
+    )
+    for name, turn, loss, net in turns:
+        model = turn(*gan.make_nets())
+        plan = weft.plan(model, "dp1", batch=1, loss=loss)
+        engine = weft.Engine(model, plan, optimizer=torch.optim.Adam, loss=loss)
+        weft.checkpoint.load(engine, tmp_path / name)
+        for ours, theirs in zip(model.get_submodule(name).parameters(), net.parameters()):
+            assert torch.allclose(ours, theirs, rtol=1e-9, atol=1e-12)
