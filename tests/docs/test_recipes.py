@@ -298,3 +298,45 @@ def test_two_engines_take_turns_as_one_loop_does(
         weft.checkpoint.load(engine, tmp_path / name)
         for ours, theirs in zip(model.get_submodule(name).parameters(), net.parameters()):
             assert torch.allclose(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+# ---- clip ----------------------------------------------------------------------------------------
+
+
+def plain_clip(clip: ModuleType, small: Namespace) -> list[float]:
+    """The definition: each picture against all texts, and each text against all pictures."""
+    model, data = clip.make_model(), clip.Captions(small.samples)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses, order = [], Loader(data, small.batch, 0)
+    for step in range(small.steps):
+        samples = [data[i] for i in order.indices(step)]
+        image, words = (torch.stack([s[key] for s in samples]) for key in ("image", "words"))
+        pictures, texts = model.image_encoder(image), model.text_encoder(words)
+        pictures = pictures / pictures.norm(dim=1, keepdim=True)
+        texts = texts / texts.norm(dim=1, keepdim=True)
+        logits = model.logit_scale.exp() * pictures @ texts.T
+        both = logits.log_softmax(0).diagonal() + logits.log_softmax(1).diagonal()
+        loss = -both.mean() / 2
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("layout", "accumulate"), [("dp2", 1), ("dp2", 2), ("fsdp2", 1), ("tp2", 1), ("pp2+gpipe", 2)]
+)
+def test_clip_compares_the_whole_batch(
+    layout: str, accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clip = load("clip")
+    captions, make = clip.Captions, clip.make_model
+    monkeypatch.setattr(clip, "Captions", lambda *which: Float64(captions(*which)))
+    monkeypatch.setattr(clip, "make_model", lambda: make().double())
+    few = ["--steps", "4", "--batch", "8", "--samples", "32", "--accumulate", str(accumulate)]
+    losses, held_out = weft.launch(
+        clip.train, options(clip, "--layout", layout, *few), layout=layout
+    )
+    assert losses == pytest.approx(plain_clip(clip, options(clip, *few)), rel=1e-9)
+    assert math.isfinite(held_out)
