@@ -70,6 +70,7 @@ def stacked(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
     return torch.stack(images), torch.tensor(labels)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("layout", ["dp2", "pp2"])
 def test_mnist_learns_as_plain_torch_does(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mnist = load("mnist")
@@ -147,6 +148,7 @@ def plain_dpo(policy: Any, pairs: list[dict[str, str]], small: Namespace) -> lis
     return losses
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("layout", ["dp2", "fsdp2", "tp2"])
 def test_dpo_is_that_of_the_paper(
     layout: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -199,6 +201,7 @@ def plain_distillation(distill: ModuleType, small: Namespace) -> tuple[list[floa
     return losses, student
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("layout", ["dp2", "fsdp2", "tp2", "pp2", "cp2", "parts"])
 def test_distillation_equals_plain_torch(
     layout: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -271,6 +274,7 @@ def plain_gan(gan: ModuleType, small: Namespace) -> tuple[list[tuple[float, floa
     return losses, generator, judge
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("layout", ["dp2", "fsdp2", "tp2"])
 def test_two_engines_take_turns_as_one_loop_does(
     layout: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -324,6 +328,7 @@ def plain_clip(clip: ModuleType, small: Namespace) -> list[float]:
     return losses
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("layout", "accumulate"), [("dp2", 1), ("dp2", 2), ("fsdp2", 1), ("tp2", 1), ("pp2+gpipe", 2)]
 )
