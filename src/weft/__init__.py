@@ -1,8 +1,9 @@
 """weft lays any PyTorch model over any devices, and proves that the numbers are right.
 
-`Layout`, `Plan`, `plan`, `verify` and `Engine` are what scripts use, beside `losses`, `models`,
-`data`, `optimizers` and `checkpoint`; `__init__.pyi` lists all names. Each package beside this file
-has a face of the same form: its docstring says what it is for and which file to open first.
+`Layout`, `Plan`, `plan`, `verify`, `Engine` and `launch` are what scripts use, beside `losses`,
+`models`, `data`, `optimizers` and `checkpoint`; `__init__.pyi` lists all names. Each package beside
+this file has a face of the same form: its docstring says what it is for and which file to open
+first.
 """
 
 from weft.core import attach_face

@@ -15,13 +15,12 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-import weft.launch.local_workers
-
 # so that it is not first imported while a test has replaced what it imports
 import weft.verification.verify_model
 from tests.run_files import TINY
 from weft.cli.app import app
 from weft.core.errors import NO_CODE
+from weft.launch import local_workers
 
 MINE = """
 import os, signal, time
@@ -136,8 +135,8 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*args: object, **options: object) -> None:
         pytest.fail("a process was started")
 
-    monkeypatch.setattr(weft.launch.local_workers, "run_workers", start)
-    monkeypatch.setattr(weft.launch.local_workers, "Pool", start)
+    monkeypatch.setattr(local_workers, "run_workers", start)
+    monkeypatch.setattr(local_workers, "Pool", start)
 
 
 @pytest.mark.usefixtures("no_process")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.cases import VOCAB, Subject, tokens
 from weft.core.errors import WorkerDied
-from weft.launch import rank_process
+from weft.launch import rank_process, watchdog as watchdog_file
 from weft.launch.local_workers import run_workers
 from weft.launch.watchdog import LEAST_S, RARE_S, TIMES, Watchdog
 from weft.losses import next_token
@@ -99,7 +99,7 @@ def build_slowly() -> bool:
 
 def test_the_limit_follows_from_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("weft.launch.watchdog.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(watchdog_file.time, "monotonic", lambda: now[0])
     watchdog, found = Watchdog(None), []
     for took in (100.0, 1.0, 1.0, 4.0, *[1.0] * 50):
         found.append(watchdog.limit_s)

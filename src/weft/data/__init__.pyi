@@ -7,6 +7,7 @@ from weft.train import (
     chat as chat,
     collate as collate,
     hf as hf,
+    named_samples as named_samples,
     shapes as shapes,
     stdlib as stdlib,
     text as text,

@@ -15,6 +15,7 @@ from .environment import (
 from .gate import TOKEN as TOKEN, ungated_error as ungated_error
 from .job import Job as Job, write_job as write_job
 from .kubernetes import kubernetes_manifest as kubernetes_manifest
+from .launch_function import launch as launch
 from .local_workers import (
     Pool as Pool,
     join_world as join_world,

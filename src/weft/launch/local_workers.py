@@ -9,7 +9,7 @@ raises the error of the one that failed first. Ranks end if the parent dies.
 
 On Linux ranks are forked: they start in milliseconds and inherit what the parent has imported. CUDA
 does not survive a fork, so ranks that use it are spawned, as are those on other systems; their
-function and arguments are pickled.
+function and arguments are pickled. `start` chooses otherwise.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -62,6 +62,8 @@ GRACE_S = 0.5
 END_S = 1.0  # from SIGTERM to SIGKILL
 STORE_S = 15.0  # for an answer of the store where replicas meet
 
+StartMethod = Literal["fork", "spawn"]
+
 
 def run_workers(
     function: Callable[..., Any],
@@ -71,6 +73,7 @@ def run_workers(
     backend: Backend = "gloo",
     names: Sequence[str] = (),
     hang_s: float | None = None,
+    start: StartMethod | None = None,
 ) -> list[Any]:
     """Run a function in processes of this host, inside a process group.
 
@@ -84,6 +87,7 @@ def run_workers(
         backend: "gloo" or "nccl".
         names: of the ranks, for errors.
         hang_s: `train.hang_s` of the run.
+        start: how the processes begin. Default: what is safe with the backend.
 
     Returns:
         The results in rank order.
@@ -98,7 +102,7 @@ def run_workers(
         with pass_on_stop(workers) as told:
             for rank in range(world):
                 task = RankTask(function, args, rank, world, file, backend, threads, hang_s=hang_s)
-                workers.append(WorkerProcess(backend, task))
+                workers.append(WorkerProcess(backend, task, start))
             try:
                 return _collect(WorldWatch(workers, names=names))
             except WorkerDied as error:
@@ -275,7 +279,9 @@ def leave_world(store: dist.Store, rank: int, size: int, stopped: bool = False) 
 # ---- in the parent -------------------------------------------------------------------------------
 
 
-def _context(backend: Backend) -> BaseContext:
+def _context(backend: Backend, start: StartMethod | None = None) -> BaseContext:
+    if start is not None:
+        return multiprocessing.get_context(start)
     if sys.platform == "linux" and backend == "gloo" and not torch.cuda.is_initialized():
         return multiprocessing.get_context("fork")
     return multiprocessing.get_context("spawn")
@@ -318,8 +324,10 @@ def _keep(connection: Connection, parent: int) -> None:
 class WorkerProcess:
     """A process and this end of the connection to it."""
 
-    def __init__(self, backend: Backend, task: RankTask | None = None):
-        context = _context(backend)
+    def __init__(
+        self, backend: Backend, task: RankTask | None = None, start: StartMethod | None = None
+    ):
+        context = _context(backend, start)
         if context.get_start_method() == "fork":
             _release_threads()
         self.connection, theirs = context.Pipe()

@@ -61,5 +61,6 @@ from .run_checks import (
 )
 from .run_folder import METRICS as METRICS, check_output as check_output
 from .run_lock import run_lock as run_lock
+from .samples import named_samples as named_samples
 from .tokenizer import train_bpe as train_bpe
 from .trainer import train as train

@@ -37,8 +37,22 @@ class NamedSamples:
 
 
 def named_samples(dataset: Any, entries: Sequence[str] | None) -> Any:
-    """The dataset itself if its samples are dicts of tensors, else with samples that are. Raises
-    DataError."""
+    """A dataset of tuples, as torchvision's are, with samples as weft has them: dicts
+    of tensors. One that has them already comes back as it is.
+
+    Args:
+        dataset: a map-style dataset.
+        entries: the names of a sample's items: arguments of the model's forward, and what the loss
+            reads. None: samples have names.
+
+    Raises:
+        DataError: a sample has more or fewer items, or one that no tensor follows from.
+
+    Example:
+        >>> pairs = [(torch.zeros(1, 28, 28), 7)]
+        >>> named_samples(pairs, ("image", "label"))[0]["label"]
+        tensor(7)
+    """
     if len(dataset) == 0:
         return dataset
     first = dataset[0]
