@@ -1,7 +1,7 @@
 """Reads a run file into a RunConfig, applies overrides, and checks it. Pure data; no torch.
 
     [model]        build = "package.module:callable" | hf = "a configuration or model directory"
-    [data]         build = "package.module:callable" | text = ["corpus/*.txt"] | hf = "a directory"
+    [data]         build = "package.module:callable" | text = ["corpus/*.txt"] | stream | hf | chat
     [layout]       axes = "dp2.tp2"
     [layout.parts] "vision" = "fsdp"
     [train]        batch, steps, loss, schedule, logging ...
@@ -103,7 +103,11 @@ class DataConfig(CallableTable):
     """[data]"""
 
     build: str | None = Field(
-        default=None, description='"package.module:callable" that returns a map-style dataset'
+        default=None,
+        description=(
+            '"package.module:callable" that returns a map-style dataset, or an iterable of samples'
+            " (docs/data.md)"
+        ),
     )
     text: Strings | None = Field(
         default=None, description='file names or patterns, as in ["corpus/*.txt"]'
@@ -118,6 +122,21 @@ class DataConfig(CallableTable):
             " directory written by datasets' save_to_disk (docs/fine_tuning.md)"
         ),
     )
+    stream: Strings | None = Field(
+        default=None,
+        description=(
+            "JSON lines, parquet, csv, Arrow or text files or patterns of text that is read and"
+            " tokenized during training (docs/data.md)"
+        ),
+    )
+    shuffle_buffer: int = Field(
+        default=0,
+        ge=0,
+        description=(
+            "samples of an iterable that are shuffled together; 0: as they come. A map-style"
+            " dataset is shuffled whole"
+        ),
+    )
     entries: Strings | None = Field(
         default=None,
         description=(
@@ -127,7 +146,9 @@ class DataConfig(CallableTable):
 
     @model_validator(mode="after")
     def _one(self) -> Self:
-        exactly_one(build=self.build, text=self.text, hf=self.hf, chat=self.chat)
+        exactly_one(
+            build=self.build, text=self.text, hf=self.hf, chat=self.chat, stream=self.stream
+        )
         return self
 
 

@@ -48,5 +48,13 @@ from .run_checks import (
 )
 from .run_folder import METRICS as METRICS, check_output as check_output
 from .run_lock import run_lock as run_lock
+from .sample_stream import Stream as Stream
+from .stream_loader import (
+    AnyLoader as AnyLoader,
+    StreamLoader as StreamLoader,
+    make_loader as make_loader,
+    shuffled_places as shuffled_places,
+)
+from .token_stream import TokenStream as TokenStream, stream as stream
 from .tokenizer import train_bpe as train_bpe
 from .trainer import train as train

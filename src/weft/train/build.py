@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import IterableDataset
 
 from weft.core import (
     ActionCosts,
@@ -48,8 +49,9 @@ from weft.nn import (
 from weft.parallel import STATE_AXES, PlanRequest, plan_from_request
 from weft.sync import make_sync
 
-from . import conversations, data, lr_schedule
+from . import conversations, data, lr_schedule, token_stream
 from .named_callables import call_named, resolve_callable, signature_of
+from .sample_stream import Stream, first_samples
 from .samples import named_samples
 
 
@@ -208,15 +210,21 @@ def build_skeleton(run: RunConfig, with_adapter: bool = True) -> nn.Module:
         return build_model(run, dtype=dtype, with_adapter=with_adapter)
 
 
-def build_dataset(run: RunConfig, split: str = "train") -> data.Dataset:
-    """The dataset of [data] for the split "train" or "val". Raises ConfigError, DataError.
+def build_dataset(run: RunConfig, split: str = "train") -> data.Dataset | Stream:
+    """The dataset of [data] for the split "train" or "val"; a Stream of what is no map-style one.
+    Raises ConfigError, DataError.
 
     A callable without a parameter `split` has only "train".
     """
     table, arguments = run.data, run.data.arguments
     positional: tuple = ()
     function: Callable[..., Any]
-    if table.text is not None:
+    named: tuple[str, object] = ("data.build", table.build)
+    if table.stream is not None:
+        name, function = "weft.data:stream", token_stream.stream
+        positional = ([resolve_path(run, pattern) for pattern in table.stream],)
+        named = ("data.stream", list(table.stream))
+    elif table.text is not None:
         name, function = "weft.data:text", data.text
         positional = ([resolve_path(run, pattern) for pattern in table.text],)
     elif table.hf is not None:
@@ -237,12 +245,27 @@ def build_dataset(run: RunConfig, split: str = "train") -> data.Dataset:
     elif split != "train":
         fix = f"give {name} a parameter split, or set train.eval_every to 0"
         raise ConfigError("data.build", name, f"has no split {split!r}", fix)
-    made = call_named(function, name, "data", positional, arguments)
+    call = partial(call_named, function, name, "data", positional, arguments)
+    made = call()
+    if _is_stream(made):
+        return Stream(call, table.entries, named)
     for method in ("__len__", "__getitem__"):
         if method not in dir(made):
             problem = f"returns {type(made).__name__}, which has no {method}"
-            raise ConfigError("data.build", name, problem, "return a map-style dataset")
+            fix = "return a map-style dataset, or an iterable"
+            raise ConfigError("data.build", name, problem, fix)
+    if table.shuffle_buffer:
+        problem = f"is for iterables, and {name} has a map-style dataset, which is shuffled whole"
+        raise ConfigError("data.shuffle_buffer", table.shuffle_buffer, problem, "leave it out")
     return named_samples(made, table.entries)
+
+
+def _is_stream(made: object) -> bool:
+    """Whether it is read one sample after the other: torch's IterableDataset has a __getitem__
+    that raises."""
+    return isinstance(made, IterableDataset) or (
+        "__iter__" in dir(made) and not {"__len__", "__getitem__"} <= {*dir(made)}
+    )
 
 
 def count_steps(run: RunConfig) -> RunConfig:
@@ -251,7 +274,12 @@ def count_steps(run: RunConfig) -> RunConfig:
     train = run.train
     if train.epochs is None:
         return run
-    batches = (samples := len(build_dataset(run))) // train.batch
+    held = build_dataset(run)
+    samples = held.size() if isinstance(held, Stream) else len(held)
+    if samples is None:
+        problem = "[data] names an iterable, which says no length"
+        raise DataError("train.epochs", train.epochs, problem, "set train.steps in its place")
+    batches = samples // train.batch
     if not (steps := round(train.epochs * batches)):
         problem = f"has no step: {samples} samples are {batches} batches of {train.batch}"
         fix = "use more epochs, a smaller batch, or more data"
@@ -304,9 +332,9 @@ def build_lr_factor(run: RunConfig) -> Callable[[int], float]:
     )
 
 
-def sample_batch(run: RunConfig, held: data.Dataset) -> dict[str, Tensor]:
+def sample_batch(run: RunConfig, held: data.Dataset | Stream) -> dict[str, Tensor]:
     """A batch of the dataset's first two samples, which is as few as batch norm accepts."""
-    return cast_batch(run, data.collate([held[i] for i in range(min(2, len(held)))]))
+    return cast_batch(run, data.collate(first_samples(held, 2)))
 
 
 def cast_batch(run: RunConfig, batch: dict[str, Tensor]) -> dict[str, Tensor]:

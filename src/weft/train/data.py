@@ -419,6 +419,19 @@ class Loader(Iterator[dict[str, Tensor]]):
             self._order = epoch, random.permutation(size) if self.shuffle else np.arange(size)
         return self._order[1][place * self.batch : (place + 1) * self.batch].tolist()
 
+    def one_pass(self, most: int) -> Iterator[dict[str, Tensor]]:
+        """The first batches of the first epoch, at most so many."""
+        self.step = 0
+        for _ in range(min(most, self.steps_per_epoch)):
+            yield next(self)
+
+    def epoch(self, steps: int) -> float:
+        """How many epochs so many steps are."""
+        return steps / self.steps_per_epoch
+
+    def position(self) -> None:
+        """Nothing: a step says where the next batch is."""
+
     def __next__(self) -> dict[str, Tensor]:
         whole = self.indices(self.step)
         self.step += 1

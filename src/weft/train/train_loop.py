@@ -26,12 +26,12 @@ from weft.launch import Watchdog
 
 from . import build
 from .comm_metrics import CommMetrics, RpcMetrics, comm_metrics_of
-from .data import Loader
 from .expert_metrics import ExpertMetrics
 from .metrics import Metrics, StepTimer, highest_over_ranks, peak_memory_bytes
 from .progress import Progress
-from .run_folder import LEFT_OUT, LOSSES, checkpoint_folder, data_position, loop_state
+from .run_folder import DATA, LEFT_OUT, LOSSES, checkpoint_folder, data_position, loop_state
 from .stop_request import StopRequest
+from .stream_loader import AnyLoader
 from .token_rows import refuse_unknown_tokens
 from .trace_recorder import TraceRecorder
 
@@ -51,8 +51,8 @@ class TrainLoop:
 
     run: RunConfig
     engine: TrainingEngine
-    loader: Loader
-    val_loader: Loader | None
+    loader: AnyLoader
+    val_loader: AnyLoader | None
     counted: tuple[str, int]  # what a rate counts, and how many of it a step has
     metrics: Metrics | None
     progress: Progress
@@ -247,7 +247,7 @@ class TrainLoop:
             f"{name}_per_s": count / step_s,
             "step_s": step_s,
             "memory_bytes": highest_over_ranks(peak_memory_bytes(self.engine.mesh.device)),
-            "epoch": round((step + self.passed) / self.loader.steps_per_epoch, 4),
+            "epoch": round(self.loader.epoch(step + self.passed), 4),
         } | self.traffic.line(len(recent))
         experts, warnings = self.gates.line(
             len(recent), float(torch.stack([r.weight for r in recent]).sum())
@@ -273,11 +273,10 @@ class TrainLoop:
         """The mean loss of the validation batches, the same ones each time, over all that counts in
         them."""
         assert self.val_loader is not None
-        loader = self.val_loader
-        loader.step = 0
         results = []
-        for number in range(min(self.run.train.eval_batches * self.shares, loader.steps_per_epoch)):
-            batch = build.cast_batch(self.run, next(loader))
+        most = self.run.train.eval_batches * self.shares
+        for number, batch in enumerate(self.val_loader.one_pass(most)):
+            batch = build.cast_batch(self.run, batch)
             first = self.watchdog.rare() if number == 0 else nullcontext()
             with first, refuse_unknown_tokens(self.engine, batch):
                 results.append(self.engine.evaluate(batch))
@@ -323,6 +322,7 @@ class TrainLoop:
                     **data_position(self.run),
                     LEFT_OUT: self.passed,
                     LOSSES: [*self.spikes.recent],
+                    **({} if (position := self.loader.position()) is None else {DATA: position}),
                 },
                 describe_origin(self.engine.global_plan),
                 Retention(c.keep, c.keep_every),
