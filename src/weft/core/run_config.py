@@ -137,6 +137,18 @@ class DataConfig(CallableTable):
             " dataset is shuffled whole"
         ),
     )
+    workers: int = Field(
+        default=0,
+        ge=0,
+        description=(
+            "processes of each rank that make batches ahead of the step; 0: the rank makes them"
+        ),
+    )
+    prefetch: int | None = Field(
+        default=None,
+        gt=0,
+        description="batches that each of `workers` makes ahead (default: 2)",
+    )
     entries: Strings | None = Field(
         default=None,
         description=(
@@ -149,6 +161,11 @@ class DataConfig(CallableTable):
         exactly_one(
             build=self.build, text=self.text, hf=self.hf, chat=self.chat, stream=self.stream
         )
+        if self.prefetch is not None and not self.workers:
+            problem = "is of data.workers, and there is none"
+            raise table_error(
+                problem, "set data.workers, as 2, or leave it out", prefetch=self.prefetch
+            )
         return self
 
 

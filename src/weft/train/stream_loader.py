@@ -84,12 +84,13 @@ class StreamLoader(Iterator[dict[str, Tensor]]):
         self.stream, self.batch, self.seed, self.step = stream, batch, seed, start
         self.mine = data_rank_indices(batch, accumulate, data_rank, data_size)
         self._buffer, self._size = shuffle_buffer, max(1, -(-shuffle_buffer // batch)) * batch
-        self._reading: Pass | None = None  # opened with the first batch
         self._restart()
-        if position is not None:
-            self._restore(position)
+        # gone to with the first batch, perhaps by another process, which needs files of its own
+        self._kept = None if position is None else read_position(position, shuffle_buffer)
 
     def __next__(self) -> dict[str, Tensor]:
+        if self._kept is not None:
+            self._restore(self._kept)
         if self.step < self._taken:
             self._restart()
         while self._taken < self.step:
@@ -113,6 +114,8 @@ class StreamLoader(Iterator[dict[str, Tensor]]):
 
     def position(self) -> str:
         """Where the next batch is, as JSON: the same on every rank."""
+        if self._kept is not None:
+            return json.dumps(self._kept)
         parts = {
             "step": self._taken,
             "pass": self._number,
@@ -127,7 +130,8 @@ class StreamLoader(Iterator[dict[str, Tensor]]):
 
     def _restart(self) -> None:
         """Stand before the first batch."""
-        self._reading, self._items = None, list[Any]()
+        self._reading: Pass | None = None
+        self._items = list[Any]()
         self._taken = 0  # global batches
         self._number = 0  # of the pass
         self._block = -1  # that is being taken, of this pass
@@ -135,9 +139,9 @@ class StreamLoader(Iterator[dict[str, Tensor]]):
         self._seen = ""  # fingerprint of its first items
         self._state: Any = None  # of the pass, before that block
 
-    def _restore(self, position: str) -> None:
+    def _restore(self, kept: dict[str, Any]) -> None:
         """Stand where another loader stood; if that was further, stay at the beginning."""
-        kept = read_position(position, self._buffer)
+        self._kept = None
         if kept["step"] > self.step or kept["block"] < 0:
             return
         self._taken, self._number = kept["step"], kept["pass"]

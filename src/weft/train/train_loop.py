@@ -27,7 +27,8 @@ from weft.launch import Watchdog
 from . import build
 from .comm_metrics import CommMetrics, RpcMetrics, comm_metrics_of
 from .expert_metrics import ExpertMetrics
-from .metrics import Metrics, StepTimer, highest_over_ranks, peak_memory_bytes
+from .metrics import Metrics, StepTimer, WaitTimer, highest_over_ranks, peak_memory_bytes
+from .prefetch import Prefetcher
 from .progress import Progress
 from .run_folder import DATA, LEFT_OUT, LOSSES, checkpoint_folder, data_position, loop_state
 from .stop_request import StopRequest
@@ -51,7 +52,7 @@ class TrainLoop:
 
     run: RunConfig
     engine: TrainingEngine
-    loader: AnyLoader
+    loader: AnyLoader | Prefetcher
     val_loader: AnyLoader | None
     counted: tuple[str, int]  # what a rate counts, and how many of it a step has
     metrics: Metrics | None
@@ -75,6 +76,7 @@ class TrainLoop:
     traffic: CommMetrics | RpcMetrics = field(init=False)
     gates: ExpertMetrics = field(init=False)
     clock: StepTimer = field(default_factory=StepTimer)
+    reading: WaitTimer = field(default_factory=WaitTimer)
     paces: list[float] = field(default_factory=list)  # seconds of a step, of each line
     idle_s: float = 0.0  # in steps, for other stages
 
@@ -101,7 +103,8 @@ class TrainLoop:
             self.factor = factor(step - 1)
             for group, rate in rates:  # each group has a rate of its own
                 group["lr"] = rate * self.factor
-            batch = build.cast_batch(self.run, next(self.loader))
+            with self.reading:
+                batch = build.cast_batch(self.run, next(self.loader))
             if self.recorder is not None:
                 self.recorder.before(step - self.first + 1)
             idle_s = self.engine.waited_s
@@ -246,6 +249,7 @@ class TrainLoop:
         line |= {
             f"{name}_per_s": count / step_s,
             "step_s": step_s,
+            "data_wait_s": self.reading.lap() / len(recent),
             "memory_bytes": highest_over_ranks(peak_memory_bytes(self.engine.mesh.device)),
             "epoch": round(self.loader.epoch(step + self.passed), 4),
         } | self.traffic.line(len(recent))

@@ -32,6 +32,7 @@ from . import build
 from .data import Dataset, NoDataset
 from .generate import sample_text, text_coder
 from .metrics import Metrics, has_tensorboard, rate_unit
+from .prefetch import prefetched
 from .progress import Progress
 from .run_folder import (
     DATA,
@@ -131,7 +132,12 @@ def _train(
             "train.steps", t.steps, problem, f"use at least {done + FIRST}, or leave --trace out"
         )
     left_out, losses = loop_state(scalars)
-    loader = _loader(run, engine, dataset, scalars.get(DATA), start=done + left_out)
+    loading = prefetched(
+        _loader(run, engine, dataset, scalars.get(DATA), start=done + left_out),
+        run.data.workers if reads else 0,
+        run.data.prefetch,
+        engine.mesh.device.type == "cuda",
+    )
     if rank == 0 and engine.replicas.leads:
         replace_file(folder / "run.toml", dump_toml(asked))
         replace_file(folder / "plan.txt", f"{engine.global_plan}\n")
@@ -149,7 +155,13 @@ def _train(
     limit_s = t.hang_s
     if limit_s is None and (engine.replicas.independent or isinstance(engine, Remote)):
         limit_s = RARE_S  # an exchange of weights, or the driver, may take longer than any step
-    with writer as metrics, StopRequest() as interrupt, progress, Watchdog(limit_s) as watchdog:
+    with (
+        writer as metrics,
+        StopRequest() as interrupt,
+        progress,
+        Watchdog(limit_s) as watchdog,
+        loading as loader,
+    ):
         loop = TrainLoop(
             run,
             engine,
