@@ -41,10 +41,8 @@ from .schedule import DEFAULT_SCHEDULE
 from .toml import CallableTable, TomlTable, exactly_one, table_error, toml_refusal
 from .train_config import TrainConfig
 
-Strings = Annotated[
-    tuple[str, ...],
-    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
-]
+_AS_TUPLE = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+Strings = Annotated[tuple[str, ...], _AS_TUPLE]
 DEFAULT_LOSS = "weft.losses:next_token"
 # a Layout, written as its text
 LayoutValue = Annotated[InstanceOf[Layout], PlainSerializer(str, return_type=str)]
@@ -99,8 +97,8 @@ class ModelConfig(CallableTable):
         return self
 
 
-class DataConfig(CallableTable):
-    """[data]"""
+class SourceConfig(CallableTable):
+    """What of [data] says where samples come from, and of each table of [[data.blend]]."""
 
     build: str | None = Field(
         default=None,
@@ -129,6 +127,38 @@ class DataConfig(CallableTable):
             " tokenized during training (docs/data.md)"
         ),
     )
+    entries: Strings | None = Field(
+        default=None,
+        description=(
+            'names of the items of a sample that is a tuple or a single value, as in ["x", "label"]'
+        ),
+    )
+
+
+class BlendConfig(SourceConfig):
+    """A table of [[data.blend]]"""
+
+    weight: float = Field(gt=0, description="its part of the samples, beside those of the others")
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        exactly_one(
+            build=self.build, text=self.text, hf=self.hf, chat=self.chat, stream=self.stream
+        )
+        return self
+
+
+class DataConfig(SourceConfig):
+    """[data]"""
+
+    blend: Annotated[tuple[BlendConfig, ...], _AS_TUPLE] | None = Field(
+        default=None,
+        min_length=1,
+        description=(
+            "several sources: a list of tables, each with one of the keys above, its arguments and"
+            " a weight (docs/data.md)"
+        ),
+    )
     shuffle_buffer: int = Field(
         default=0,
         ge=0,
@@ -149,18 +179,20 @@ class DataConfig(CallableTable):
         gt=0,
         description="batches that each of `workers` makes ahead (default: 2)",
     )
-    entries: Strings | None = Field(
-        default=None,
-        description=(
-            'names of the items of a sample that is a tuple or a single value, as in ["x", "label"]'
-        ),
-    )
 
     @model_validator(mode="after")
     def _one(self) -> Self:
         exactly_one(
-            build=self.build, text=self.text, hf=self.hf, chat=self.chat, stream=self.stream
+            build=self.build,
+            text=self.text,
+            hf=self.hf,
+            chat=self.chat,
+            stream=self.stream,
+            blend=self.blend,
         )
+        for key, value in self.arguments.items() if self.blend else ():
+            problem = "is beside blend, of which each source has arguments of its own"
+            raise table_error(problem, "write it in the tables of [[data.blend]]", **{key: value})
         if self.prefetch is not None and not self.workers:
             problem = "is of data.workers, and there is none"
             raise table_error(
@@ -357,7 +389,10 @@ class RunConfig(TomlTable):
         if self.train.loss is not None:
             return self.train.loss
         causal = self.model.hf is not None and self.model.auto in (None, "causal-lm")
-        shifted = self.data.build is None or self.data.build.startswith("weft.data:")
+        shifted = all(
+            source.build is None or source.build.startswith("weft.data:")
+            for source in self.data.blend or (self.data,)
+        )
         return "weft.losses:causal_lm" if causal and not shifted else DEFAULT_LOSS
 
     def with_steps(self, steps: int) -> Self:

@@ -1,4 +1,5 @@
 from weft.train import (
+    Blend as Blend,
     Chat as Chat,
     Dataset as Dataset,
     Images as Images,

@@ -1,3 +1,4 @@
+from .blend import Blend as Blend
 from .build import (
     build_dataset as build_dataset,
     build_deferred as build_deferred,

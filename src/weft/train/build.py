@@ -8,7 +8,7 @@ from __future__ import annotations
 import glob
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset
 
 from weft.core import (
     ActionCosts,
+    BlendConfig,
     ConfigError,
     DataError,
     Layout,
@@ -28,6 +29,7 @@ from weft.core import (
     Plan,
     Refusal,
     RunConfig,
+    SourceConfig,
     Sync,
     nearest,
     parts_within,
@@ -50,6 +52,7 @@ from weft.parallel import STATE_AXES, PlanRequest, plan_from_request
 from weft.sync import make_sync
 
 from . import conversations, data, lr_schedule, token_stream
+from .blend import Blend, check_sources
 from .named_callables import call_named, resolve_callable, signature_of
 from .sample_stream import Stream, first_samples
 from .samples import named_samples
@@ -216,7 +219,30 @@ def build_dataset(run: RunConfig, split: str = "train") -> data.Dataset | Stream
 
     A callable without a parameter `split` has only "train".
     """
-    table, arguments = run.data, run.data.arguments
+    table = run.data
+    if table.blend is not None:
+        return _blend(run, table.blend, split)
+    made = _source(run, table, split)
+    if table.shuffle_buffer and not isinstance(made, Stream):
+        problem = "is for iterables, and [data] has a map-style dataset, which is shuffled whole"
+        raise ConfigError("data.shuffle_buffer", table.shuffle_buffer, problem, "leave it out")
+    return made
+
+
+def _blend(run: RunConfig, tables: Sequence[BlendConfig], split: str) -> Stream:
+    sources = [_source(run, table, split) for table in tables]
+    weights = [table.weight for table in tables]
+    named = [
+        table.build or table.text or table.hf or table.chat or table.stream for table in tables
+    ]
+    check_sources(sources, [(f"data.blend.{place}", one) for place, one in enumerate(named)])
+    made = partial(Blend, sources, weights, run.train.seed)
+    return Stream(made, name=("data.blend", f"{len(tables)} sources"), sample=made().sample)
+
+
+def _source(run: RunConfig, table: SourceConfig, split: str) -> data.Dataset | Stream:
+    """What one table names."""
+    arguments = table.arguments
     positional: tuple = ()
     function: Callable[..., Any]
     named: tuple[str, object] = ("data.build", table.build)
@@ -254,9 +280,6 @@ def build_dataset(run: RunConfig, split: str = "train") -> data.Dataset | Stream
             problem = f"returns {type(made).__name__}, which has no {method}"
             fix = "return a map-style dataset, or an iterable"
             raise ConfigError("data.build", name, problem, fix)
-    if table.shuffle_buffer:
-        problem = f"is for iterables, and {name} has a map-style dataset, which is shuffled whole"
-        raise ConfigError("data.shuffle_buffer", table.shuffle_buffer, problem, "leave it out")
     return named_samples(made, table.entries)
 
 

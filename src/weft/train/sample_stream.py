@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -30,6 +31,7 @@ class Stream:
         open: returns the iterable, which gives the same samples each time.
         entries: the names of the items of a sample that is no dict.
         name: what errors call it: a key of the run file and its value.
+        sample: makes a dict of tensors of an item, in place of `entries`.
 
     Example:
         stream = weft.data.Stream(lambda: load_dataset("json", data_files=..., streaming=True))
@@ -41,8 +43,10 @@ class Stream:
         open: Callable[[], Any],
         entries: Sequence[str] | None = None,
         name: tuple[str, object] = ("data", "an iterable"),
+        sample: Callable[[Any], dict[str, Tensor]] | None = None,
     ):
-        self._open, self._entries, self.name = open, entries, name
+        self._open, self.name = open, name
+        self._sample = sample or partial(as_entries, entries=entries)
         self._source = open()
         self._first: list[Any] = []
         source = self._source
@@ -74,7 +78,7 @@ class Stream:
 
     def sample(self, item: Any) -> dict[str, Tensor]:
         """An item of the iterable as a dict of tensors. Raises DataError."""
-        return as_entries(item, self._entries)
+        return self._sample(item)
 
     def check(self, batch: int, split: str) -> None:
         """Refuse an iterable with fewer samples than a batch, or other ones when it is read again.
