@@ -36,6 +36,7 @@ from .hf_checkpoint import (
     export_weights as export_weights,
     import_weights as import_weights,
 )
+from .megatron_files import MappedTokens as MappedTokens, megatron as megatron
 from .metrics import (
     highest_over_ranks as highest_over_ranks,
     peak_memory_bytes as peak_memory_bytes,
