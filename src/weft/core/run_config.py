@@ -167,6 +167,13 @@ class DataConfig(SourceConfig):
             " dataset is shuffled whole"
         ),
     )
+    collate: str | None = Field(
+        default=None,
+        description=(
+            '"package.module:callable" that makes a batch, a dict of tensors, of a list of samples'
+            " (default: they are stacked)"
+        ),
+    )
     workers: int = Field(
         default=0,
         ge=0,

@@ -1,5 +1,6 @@
 from .blend import Blend as Blend
 from .build import (
+    build_collate as build_collate,
     build_dataset as build_dataset,
     build_deferred as build_deferred,
     build_loss as build_loss,

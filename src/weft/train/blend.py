@@ -139,15 +139,18 @@ class _Place:
         return reading
 
 
-def check_sources(sources: Sequence[Dataset | Stream], names: Sequence[tuple[str, object]]) -> None:
+def check_sources(
+    sources: Sequence[Dataset | Stream], names: Sequence[tuple[str, object]], alike: bool
+) -> None:
     """Refuse sources that are empty, or whose samples cannot stand in one batch. `names`: of each,
-    a key of the run file and its value. Raises DataError."""
+    a key of the run file and its value; `alike`: shapes are to be the same, as keys are. Raises
+    DataError."""
     first = None
     for source, name in zip(sources, names, strict=True):
         found = first_samples(source, 1)
         if not found:
             raise DataError(*name, "gives no sample", "name data that has some")
-        shapes = {key: [*value.shape] for key, value in found[0].items()}
+        shapes = {key: [*value.shape] if alike else ... for key, value in found[0].items()}
         first = first or shapes
         if shapes != first:
             problem = f"a sample has {shapes}, and that of another source {first}"

@@ -235,7 +235,8 @@ def _blend(run: RunConfig, tables: Sequence[BlendConfig], split: str) -> Stream:
     named = [
         table.build or table.text or table.hf or table.chat or table.stream for table in tables
     ]
-    check_sources(sources, [(f"data.blend.{place}", one) for place, one in enumerate(named)])
+    alike = run.data.collate is None
+    check_sources(sources, [(f"data.blend.{place}", one) for place, one in enumerate(named)], alike)
     made = partial(Blend, sources, weights, run.train.seed)
     return Stream(made, name=("data.blend", f"{len(tables)} sources"), sample=made().sample)
 
@@ -289,6 +290,29 @@ def _is_stream(made: object) -> bool:
     return isinstance(made, IterableDataset) or (
         "__iter__" in dir(made) and not {"__len__", "__getitem__"} <= {*dir(made)}
     )
+
+
+def build_collate(run: RunConfig) -> data.Collate | None:
+    """The function of the user's that makes a batch. Raises ConfigError, and it a DataError of what
+    is no batch."""
+    name = run.data.collate
+    if name is None:
+        return None
+    function = resolve_callable(name, run.folder, "data.collate")
+
+    def checked(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        made = function(samples)
+        rows = {
+            key: [*value.shape[:1]] if isinstance(value, Tensor) else type(value).__name__
+            for key, value in (made.items() if isinstance(made, Mapping) else {"": made}.items())
+        }
+        if any(found != [len(samples)] for found in rows.values()) or not rows:
+            problem = f"returns, of {len(samples)} samples, first dims or types {rows}"
+            fix = f"return a dict of tensors whose first dim is the samples, here {len(samples)}"
+            raise DataError("data.collate", name, problem, fix)
+        return dict(made)
+
+    return checked
 
 
 def count_steps(run: RunConfig) -> RunConfig:
@@ -357,7 +381,7 @@ def build_lr_factor(run: RunConfig) -> Callable[[int], float]:
 
 def sample_batch(run: RunConfig, held: data.Dataset | Stream) -> dict[str, Tensor]:
     """A batch of the dataset's first two samples, which is as few as batch norm accepts."""
-    return cast_batch(run, data.collate(first_samples(held, 2)))
+    return cast_batch(run, (build_collate(run) or data.collate)(first_samples(held, 2)))
 
 
 def cast_batch(run: RunConfig, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from weft.core import CheckpointError, DataError, data_rank_indices
 
-from .data import Dataset, Loader, collate
+from .data import Collate, Dataset, Loader, part_of_batch
 from .sample_stream import Pass, Stream, fingerprint
 
 LOOKED_AT = 8  # items of a block, by which it is known again
@@ -57,6 +58,7 @@ class StreamLoader(Iterator[dict[str, Tensor]]):
         start: the first step.
         position: what `position()` of the stopped run's loader was, so that it need not read all
             again.
+        collate_fn: as of a Loader.
 
     Raises:
         CheckpointError: a position that is none.
@@ -80,9 +82,11 @@ class StreamLoader(Iterator[dict[str, Tensor]]):
         data_size: int = 1,
         start: int = 0,
         position: str | None = None,
+        collate_fn: Collate | None = None,
     ):
         self.stream, self.batch, self.seed, self.step = stream, batch, seed, start
         self.mine = data_rank_indices(batch, accumulate, data_rank, data_size)
+        self._collate = collate_fn
         self._buffer, self._size = shuffle_buffer, max(1, -(-shuffle_buffer // batch)) * batch
         self._restart()
         # gone to with the first batch, perhaps by another process, which needs files of its own
@@ -97,7 +101,8 @@ class StreamLoader(Iterator[dict[str, Tensor]]):
             self._next_items()
         items = self._next_items()
         self.step += 1
-        return collate([self.stream.sample(items[index]) for index in self.mine])
+        samples = [partial(self.stream.sample, item) for item in items]
+        return part_of_batch(samples, self.mine, self._collate)
 
     def one_pass(self, most: int) -> Iterator[dict[str, Tensor]]:
         """The first batches of the first pass, at most so many."""
@@ -203,6 +208,7 @@ def make_loader(
     data_size: int = 1,
     start: int = 0,
     position: str | None = None,
+    collate_fn: Collate | None = None,
 ) -> AnyLoader:
     """The loader of a dataset or a Stream.
 
@@ -216,14 +222,15 @@ def make_loader(
         data_size: how many such processes there are.
         start: the first step.
         position: as of a StreamLoader.
+        collate_fn: as of either.
 
     Raises:
         Refusal: what the loaders raise.
     """
     place = accumulate, data_rank, data_size, start
     if isinstance(dataset, Stream):
-        return StreamLoader(dataset, batch, seed, shuffle_buffer, *place, position)
-    return Loader(dataset, batch, seed, True, *place)
+        return StreamLoader(dataset, batch, seed, shuffle_buffer, *place, position, collate_fn)
+    return Loader(dataset, batch, seed, True, *place, collate_fn)
 
 
 def read_position(text: object, buffer: int) -> dict[str, Any]:

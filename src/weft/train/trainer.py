@@ -261,6 +261,7 @@ def _loader(
         data_size=size,
         start=start,
         position=position,
+        collate_fn=build.build_collate(run),
     )
 
 

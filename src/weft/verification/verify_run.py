@@ -15,6 +15,7 @@ from weft.train import (
     Dataset,
     Stream,
     StreamLoader,
+    build_collate,
     build_dataset,
     build_deferred,
     build_loss,
@@ -135,11 +136,12 @@ class _Batches:
     def whole(self, step: int) -> Batch:
         """The samples of a step, read one by one."""
         held, train = self.held(), self.run.train
+        collate = build_collate(self.run)
         if not isinstance(held, Stream):
-            return whole_batch_of(held, self._order()(step))
+            return whole_batch_of(held, self._order()(step), collate)
         buffer, places = self.run.data.shuffle_buffer, partial(shuffled_places, train.seed)
         items = streamed_batch_of(held.read, step, train.batch, buffer, places)
-        return whole_batch_of([held.sample(item) for item in items], range(train.batch))
+        return whole_batch_of([held.sample(item) for item in items], range(train.batch), collate)
 
     def order_faults(self) -> list[str]:
         """What is wrong with the order in which the loader takes samples."""
@@ -163,4 +165,5 @@ class _Batches:
             accumulate=train.accumulate,
             data_rank=data_rank,
             data_size=data_size,
+            collate_fn=build_collate(self.run),
         )

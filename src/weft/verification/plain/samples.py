@@ -23,9 +23,15 @@ class Samples(Protocol):
     def __getitem__(self, index: int) -> Any: ...
 
 
-def whole_batch_of(dataset: Samples, indices: Sequence[int]) -> dict[str, Tensor]:
-    """These samples, in this order, along a new dim 0."""
+def whole_batch_of(
+    dataset: Samples,
+    indices: Sequence[int],
+    collate: Callable[[list[Any]], dict[str, Tensor]] | None = None,
+) -> dict[str, Tensor]:
+    """These samples, in this order, along a new dim 0, or as the run's own `collate` has them."""
     samples = [dataset[index] for index in indices]
+    if collate is not None:
+        return collate(samples)
     return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
 
 
