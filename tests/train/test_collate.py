@@ -54,11 +54,12 @@ def test_samples_of_several_lengths_are_padded(tmp_path: Path) -> None:
     run = make(tmp_path, "padded")
     run_checks.check_run(run)
     case = make_case(run)
-    whole = case.whole_batch_of(0)
-    parts = [case.batch_of(0, rank, 2) for rank in range(2)]
-    for part, rows in zip(parts, (slice(0, 4), slice(4, 8)), strict=True):
-        assert all(torch.equal(part[key], whole[key][rows]) for key in whole)
-    assert whole["labels"].shape == (8, int((whole["labels"] != -100).sum(1).max()))
+    for step in range(6):
+        whole = case.whole_batch_of(step)
+        assert whole["labels"].shape == (8, int((whole["labels"] != -100).sum(1).max()))
+        for rank, rows in enumerate((slice(0, 4), slice(4, 8))):
+            part = case.batch_of(step, rank, 2)
+            assert all(torch.equal(part[key], whole[key][rows]) for key in whole)
 
 
 @pytest.mark.parametrize(
