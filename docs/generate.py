@@ -203,6 +203,8 @@ def toml_type(annotation: Any) -> str:
         return f"list of {toml_type(arguments[0])}s"
     if origin is dict:
         return "table"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "table"
     return "string" if isinstance(annotation, type) else "any"
 
 

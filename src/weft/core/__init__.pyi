@@ -90,10 +90,12 @@ from .plan import (
 )
 from .precision import DTYPES as DTYPES, LOW as LOW, DtypeRule as DtypeRule
 from .run_config import (
+    BlendConfig as BlendConfig,
     LayoutConfig as LayoutConfig,
     PipelineConfig as PipelineConfig,
     PrecisionConfig as PrecisionConfig,
     RunConfig as RunConfig,
+    SourceConfig as SourceConfig,
     SyncConfig as SyncConfig,
     load_run as load_run,
 )

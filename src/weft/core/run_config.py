@@ -1,7 +1,7 @@
 """Reads a run file into a RunConfig, applies overrides, and checks it. Pure data; no torch.
 
     [model]        build = "package.module:callable" | hf = "a configuration or model directory"
-    [data]         build = "package.module:callable" | text = ["corpus/*.txt"] | hf = "a directory"
+    [data]         build = "package.module:callable" | text = ["corpus/*.txt"] | stream | hf | chat
     [layout]       axes = "dp2.tp2"
     [layout.parts] "vision" = "fsdp"
     [train]        batch, steps, loss, schedule, logging ...
@@ -42,10 +42,8 @@ from .schedule import DEFAULT_SCHEDULE
 from .toml import CallableTable, TomlTable, exactly_one, table_error, toml_refusal
 from .train_config import TrainConfig
 
-Strings = Annotated[
-    tuple[str, ...],
-    BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value),
-]
+_AS_TUPLE = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+Strings = Annotated[tuple[str, ...], _AS_TUPLE]
 DEFAULT_LOSS = "weft.losses:next_token"
 # of [train], which say what the learning rate of a step is
 RATE_KEYS = (
@@ -116,11 +114,15 @@ class ModelConfig(CallableTable):
         return self
 
 
-class DataConfig(CallableTable):
-    """[data]"""
+class SourceConfig(CallableTable):
+    """What of [data] says where samples come from, and of each table of [[data.blend]]."""
 
     build: str | None = Field(
-        default=None, description='"package.module:callable" that returns a map-style dataset'
+        default=None,
+        description=(
+            '"package.module:callable" that returns a map-style dataset, or an iterable of samples'
+            " (docs/data.md)"
+        ),
     )
     text: Strings | None = Field(
         default=None, description='file names or patterns, as in ["corpus/*.txt"]'
@@ -135,6 +137,13 @@ class DataConfig(CallableTable):
             " directory written by datasets' save_to_disk (docs/fine_tuning.md)"
         ),
     )
+    stream: Strings | None = Field(
+        default=None,
+        description=(
+            "JSON lines, parquet, csv, Arrow or text files or patterns of text that is read and"
+            " tokenized during training (docs/data.md)"
+        ),
+    )
     entries: Strings | None = Field(
         default=None,
         description=(
@@ -142,9 +151,77 @@ class DataConfig(CallableTable):
         ),
     )
 
+
+class BlendConfig(SourceConfig):
+    """A table of [[data.blend]]"""
+
+    weight: float = Field(gt=0, description="its part of the samples, beside those of the others")
+
     @model_validator(mode="after")
     def _one(self) -> Self:
-        exactly_one(build=self.build, text=self.text, hf=self.hf, chat=self.chat)
+        exactly_one(
+            build=self.build, text=self.text, hf=self.hf, chat=self.chat, stream=self.stream
+        )
+        return self
+
+
+class DataConfig(SourceConfig):
+    """[data]"""
+
+    blend: Annotated[tuple[BlendConfig, ...], _AS_TUPLE] | None = Field(
+        default=None,
+        min_length=1,
+        description=(
+            "several sources: a list of tables, each with one of the keys above, its arguments and"
+            " a weight (docs/data.md)"
+        ),
+    )
+    shuffle_buffer: int = Field(
+        default=0,
+        ge=0,
+        description=(
+            "samples of an iterable that are shuffled together; 0: as they come. A map-style"
+            " dataset is shuffled whole"
+        ),
+    )
+    collate: str | None = Field(
+        default=None,
+        description=(
+            '"package.module:callable" that makes a batch, a dict of tensors, of a list of samples'
+            " (default: they are stacked)"
+        ),
+    )
+    workers: int = Field(
+        default=0,
+        ge=0,
+        description=(
+            "processes of each rank that make batches ahead of the step; 0: the rank makes them"
+        ),
+    )
+    prefetch: int | None = Field(
+        default=None,
+        gt=0,
+        description="batches that each of `workers` makes ahead (default: 2)",
+    )
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        exactly_one(
+            build=self.build,
+            text=self.text,
+            hf=self.hf,
+            chat=self.chat,
+            stream=self.stream,
+            blend=self.blend,
+        )
+        for key, value in self.arguments.items() if self.blend else ():
+            problem = "is beside blend, of which each source has arguments of its own"
+            raise table_error(problem, "write it in the tables of [[data.blend]]", **{key: value})
+        if self.prefetch is not None and not self.workers:
+            problem = "is of data.workers, and there is none"
+            raise table_error(
+                problem, "set data.workers, as 2, or leave it out", prefetch=self.prefetch
+            )
         return self
 
 
@@ -388,7 +465,10 @@ class RunConfig(TomlTable):
         if self.train.loss is not None:
             return self.train.loss
         causal = self.model.hf is not None and self.model.auto in (None, "causal-lm")
-        shifted = self.data.build is None or self.data.build.startswith("weft.data:")
+        shifted = all(
+            source.build is None or source.build.startswith("weft.data:")
+            for source in self.data.blend or (self.data,)
+        )
         return "weft.losses:causal_lm" if causal and not shifted else DEFAULT_LOSS
 
     def with_steps(self, steps: int) -> Self:

@@ -116,9 +116,7 @@ def _owner(
     inside: Any = model
     for part in found:
         if not (isinstance(inside, type) and issubclass(inside, BaseModel)):
-            tables = [
-                a for a in get_args(inside) if isinstance(a, type) and issubclass(a, BaseModel)
-            ]
+            tables = _tables_in(inside)
             if not tables and get_origin(inside) is not dict:
                 break
             inside = tables[0] if tables else get_args(inside)[1]
@@ -128,6 +126,17 @@ def _owner(
             inside = info.annotation if info is not None else None
         path.append(str(part))
     return model, path
+
+
+def _tables_in(annotation: Any) -> list[type[BaseModel]]:
+    """The tables that a value of several types, or the items of a list, may be."""
+    found = []
+    for part in get_args(annotation):
+        if isinstance(part, type) and issubclass(part, BaseModel):
+            found.append(part)
+        elif get_origin(part) is not dict:
+            found += _tables_in(part)
+    return found
 
 
 def _refusal(error: ErrorDetails, model: type[BaseModel], file: str) -> ConfigError:

@@ -1,5 +1,7 @@
+from .blend import Blend as Blend
 from .build import (
     build_callbacks as build_callbacks,
+    build_collate as build_collate,
     build_dataset as build_dataset,
     build_deferred as build_deferred,
     build_loss as build_loss,
@@ -48,6 +50,7 @@ from .loggers import (
     TensorBoard as TensorBoard,
     Wandb as Wandb,
 )
+from .megatron_files import MappedTokens as MappedTokens, megatron as megatron
 from .metrics import (
     highest_over_ranks as highest_over_ranks,
     peak_memory_bytes as peak_memory_bytes,
@@ -61,6 +64,14 @@ from .run_checks import (
 )
 from .run_folder import METRICS as METRICS, check_output as check_output
 from .run_lock import run_lock as run_lock
+from .sample_stream import Stream as Stream
 from .samples import named_samples as named_samples
+from .stream_loader import (
+    AnyLoader as AnyLoader,
+    StreamLoader as StreamLoader,
+    make_loader as make_loader,
+    shuffled_places as shuffled_places,
+)
+from .token_stream import TokenStream as TokenStream, stream as stream
 from .tokenizer import train_bpe as train_bpe
 from .trainer import train as train

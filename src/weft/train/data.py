@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from weft.core import DataError, data_rank_indices, import_extra, nearest
 
 from .tokenizer import Bytes, Tokenizer, load_tokenizer
 
+Collate = Callable[[Sequence[dict[str, Tensor]]], dict[str, Tensor]]
 HELD_OUT = 20  # every 20th file or row is validation, or the last 1/20 of each of fewer files
 DEFAULT_BYTES = (
     4_000_000  # of the standard library: enough for a first run, and read in well under a second
@@ -379,6 +381,8 @@ class Loader(Iterator[dict[str, Tensor]]):
         data_rank: this process's number among those with other samples: `engine.data_rank`.
         data_size: how many such processes there are: `engine.data_size`.
         start: the first step.
+        collate_fn: makes a global batch of a list of samples. Default: this rank's samples are
+            stacked.
 
     Raises:
         DataError: fewer samples than a batch.
@@ -399,6 +403,7 @@ class Loader(Iterator[dict[str, Tensor]]):
         data_rank: int = 0,
         data_size: int = 1,
         start: int = 0,
+        collate_fn: Collate | None = None,
     ):
         if len(dataset) < batch:
             problem = f"the dataset has {len(dataset)} samples, less than one batch"
@@ -409,6 +414,7 @@ class Loader(Iterator[dict[str, Tensor]]):
         self.mine = data_rank_indices(batch, accumulate, data_rank, data_size)
         self.steps_per_epoch = len(dataset) // batch
         self.step = start
+        self._collate = collate_fn
         self._order = (-1, np.empty(0, np.int64))  # the epoch, and its order
 
     def indices(self, step: int) -> list[int]:
@@ -419,10 +425,36 @@ class Loader(Iterator[dict[str, Tensor]]):
             self._order = epoch, random.permutation(size) if self.shuffle else np.arange(size)
         return self._order[1][place * self.batch : (place + 1) * self.batch].tolist()
 
+    def one_pass(self, most: int) -> Iterator[dict[str, Tensor]]:
+        """The first batches of the first epoch, at most so many."""
+        self.step = 0
+        for _ in range(min(most, self.steps_per_epoch)):
+            yield next(self)
+
+    def epoch(self, steps: int) -> float:
+        """How many epochs so many steps are."""
+        return steps / self.steps_per_epoch
+
+    def position(self) -> None:
+        """Nothing: a step says where the next batch is."""
+
     def __next__(self) -> dict[str, Tensor]:
         whole = self.indices(self.step)
         self.step += 1
-        return collate([self.dataset[whole[i]] for i in self.mine])
+        return part_of_batch(
+            [partial(self.dataset.__getitem__, i) for i in whole], self.mine, self._collate
+        )
+
+
+def part_of_batch(
+    samples: Sequence[Callable[[], dict[str, Tensor]]], mine: Sequence[int], own: Collate | None
+) -> dict[str, Tensor]:
+    """A rank's samples of a global batch, which calls give. A function of the user's makes the
+    whole batch, so that its padding is the same on every layout."""
+    if own is None:
+        return collate([samples[index]() for index in mine])
+    whole = own([sample() for sample in samples])
+    return {key: value[torch.tensor(mine)] for key, value in whole.items()}
 
 
 def collate(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

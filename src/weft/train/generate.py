@@ -16,6 +16,8 @@ from weft.parallel import (
     FEATURE_AXES,
 )
 
+from .sample_stream import first_samples
+
 TEMPERATURE = 0.8  # less sure than greedy, which soon repeats itself; surer than the model
 
 
@@ -32,7 +34,7 @@ class TextCoder(Protocol):
 
 def text_coder(run: RunConfig, dataset: Any) -> TextCoder:
     """The dataset, if text can be generated with it. Raises ConfigError."""
-    if "input_ids" in dataset[0] and isinstance(dataset, TextCoder):
+    if "input_ids" in first_samples(dataset, 1)[0] and isinstance(dataset, TextCoder):
         return dataset
     problem = (
         f"{type(dataset).__name__} lacks vocab, encode and decode, or input_ids in its samples"

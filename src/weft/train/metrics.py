@@ -8,6 +8,7 @@ A line of metrics.jsonl is one JSON object, of a logged step or of a validation:
 `loss` is that of the step alone, `step_s` and the rate are means since the line before; `grad_norm`
 stands where it was computed, and `skipped` counts steps since the line before that were not taken:
 by fp16, or by `train.skip`; `batches_left_out` those that `train.rollback` has passed over so far.
+`data_wait_s` is the seconds of a step in which this rank waited for its batch, as a mean.
 With more ranks than one, `sent_bytes` is what a rank sends in a step, and on CPUs `sync_exposed_s`
 and `sync_hidden_s` are the seconds of a step in which sums of gradients were waited for, and in
 which they were under way beside other work. Where replicas step by themselves `replicas` counts
@@ -157,6 +158,24 @@ class StepTimer:
         began = time.perf_counter()
         yield
         self._since += time.perf_counter() - began
+
+
+class WaitTimer:
+    """Seconds that pass inside of `with`."""
+
+    def __init__(self) -> None:
+        self.total_s = self._told_s = 0.0
+
+    def lap(self) -> float:
+        """Those since the last lap."""
+        lap_s, self._told_s = self.total_s - self._told_s, self.total_s
+        return lap_s
+
+    def __enter__(self) -> None:
+        self._since = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.total_s += time.perf_counter() - self._since
 
 
 def rate_unit(sample: Mapping[str, Tensor], batch: int) -> tuple[str, int]:

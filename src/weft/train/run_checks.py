@@ -60,6 +60,7 @@ from .build import (
     with_layout,
 )
 from .dry_run import dry_run
+from .sample_stream import Stream, first_samples
 
 
 def check_run(
@@ -121,13 +122,15 @@ def check_run(
         ("train", train),
         *([("val", build_dataset(run, "val"))] if run.train.eval_every else []),
     ):
-        if len(held) < run.train.batch:
+        if isinstance(held, Stream):
+            held.check(run.train.batch, split)
+        elif len(held) < run.train.batch:
             problem = f"the split {split!r} has {len(held)} samples, less than one batch"
             raise DataError(
                 "train.batch", run.train.batch, problem, f"use at most {len(held)}, or more data"
             )
     inputs, loss, sample = model_inputs(run, bare), build_loss(run), sample_batch(run, train)
-    check_inputs(bare, inputs, train[0])
+    check_inputs(bare, inputs, first_samples(train, 1)[0])
     check_labels(loss, sample)
     counted = any(laid.layout.size(*SEQUENCE_AXES) > 1 for laid in plans)
     dry_run(bare, loss, inputs, sample, counted=counted, metrics=[*metrics.values()])
@@ -198,7 +201,7 @@ def _check_workers(run: RunConfig, bare: nn.Module, laid: Plan) -> None:
 
 
 def plan_without_weights(
-    run: RunConfig, bare: nn.Module, train: data.Dataset, load: bool = True
+    run: RunConfig, bare: nn.Module, train: data.Dataset | Stream, load: bool = True
 ) -> Plan:
     """Plan the run before any process starts, and refuse what a rank would refuse.
 
@@ -269,10 +272,10 @@ def _check_rollback(run: RunConfig, made: Plan) -> None:
         raise ConfigError("train.rollback", run.train.rollback, problem, fix)
 
 
-def check_sizes(model: nn.Module, held: data.Dataset, plans: Sequence[Plan]) -> None:
+def check_sizes(model: nn.Module, held: data.Dataset | Stream, plans: Sequence[Plan]) -> None:
     """Check that the model has a row for every token, and that sequences divide where a plan cuts
     them. Raises ConfigError, LayoutError."""
-    ids = held[0].get("input_ids")
+    ids = first_samples(held, 1)[0].get("input_ids")
     vocab, embeddings = getattr(held, "vocab", None), find_roles(model).embeddings
     if ids is None:
         return

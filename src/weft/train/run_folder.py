@@ -24,6 +24,8 @@ from weft.checkpoint import (
 )
 from weft.core import CheckpointError, ConfigError, RunConfig
 
+from .stream_loader import read_position
+
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 CSV = "metrics.csv"
@@ -31,7 +33,7 @@ PROFILE = "profile.json"
 SAMPLE = "sample.txt"
 
 # scalars of a checkpoint
-LEFT_OUT, LOSSES = "batches_left_out", "losses"
+LEFT_OUT, LOSSES, DATA = "batches_left_out", "losses", "data"
 _ANOTHER = "resume from another checkpoint, which weft saved"
 
 
@@ -105,6 +107,8 @@ def _check_resume(run: RunConfig, contents: CheckpointIndex) -> None:
                 f"train.{key}", value, problem, f"resume with {key} {was}, or begin another run"
             )
     loop_state(contents.scalars)
+    if DATA in contents.scalars:
+        read_position(contents.scalars[DATA], run.data.shuffle_buffer)
     if contents.step > run.train.steps:
         problem = f"the run in {run.output} has taken {contents.step} steps"
         raise ConfigError(

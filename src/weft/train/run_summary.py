@@ -79,6 +79,10 @@ def run_summary(
         rows["sent"] = wire
     if engine.global_plan.layout.stage_ranks > 1 and loop.idle_s:
         rows["idle"] = f"{loop.idle_s / loop.clock.total_s:.0%} of a step, waiting for other stages"
+    if loop.reading.total_s >= 0.01 * loop.clock.total_s > 0:
+        share = loop.reading.total_s / loop.clock.total_s
+        hint = "" if run.data.workers else ": data.workers would make batches meanwhile"
+        rows["data"] = f"{share:.0%} of a step, waiting for batches{hint}"
     if isinstance(engine, Engine) and engine.compiled:
         rows["compiled"] = str(engine.compiled.counts)
     if experts := loop.gates.summary():

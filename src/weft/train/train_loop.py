@@ -27,13 +27,14 @@ from weft.launch import Watchdog
 from . import build
 from .callbacks import Callbacks
 from .comm_metrics import CommMetrics, RpcMetrics, comm_metrics_of
-from .data import Loader
 from .expert_metrics import ExpertMetrics
-from .metrics import Line, Metrics, StepTimer, highest_over_ranks, peak_memory_bytes
+from .metrics import Line, Metrics, StepTimer, WaitTimer, highest_over_ranks, peak_memory_bytes
+from .prefetch import Prefetcher
 from .progress import Progress
-from .run_folder import LEFT_OUT, LOSSES, checkpoint_folder, data_position, loop_state
+from .run_folder import DATA, LEFT_OUT, LOSSES, checkpoint_folder, data_position, loop_state
 from .step_profiler import StepProfiler, profiled
 from .stop_request import StopRequest
+from .stream_loader import AnyLoader
 from .token_rows import refuse_unknown_tokens
 from .trace_recorder import TraceRecorder
 from .validation import Validation
@@ -54,7 +55,7 @@ class TrainLoop:
 
     run: RunConfig
     engine: TrainingEngine
-    loader: Loader
+    loader: AnyLoader | Prefetcher
     validation: Validation | None
     counted: tuple[str, int]  # what a rate counts, and how many of it a step has
     metrics: Metrics | None
@@ -80,6 +81,7 @@ class TrainLoop:
     traffic: CommMetrics | RpcMetrics = field(init=False)
     gates: ExpertMetrics = field(init=False)
     clock: StepTimer = field(default_factory=StepTimer)
+    reading: WaitTimer = field(default_factory=WaitTimer)
     paces: list[float] = field(default_factory=list)  # seconds of a step, of each line
     idle_s: float = 0.0  # in steps, for other stages
 
@@ -106,7 +108,8 @@ class TrainLoop:
             self.factor = factor(step - 1)
             for group, rate in rates:  # each group has a rate of its own
                 group["lr"] = rate * self.factor
-            batch = build.cast_batch(self.run, next(self.loader))
+            with self.reading:
+                batch = build.cast_batch(self.run, next(self.loader))
             if self.recorder is not None:
                 self.recorder.before(step - self.first + 1)
             idle_s = self.engine.waited_s
@@ -263,8 +266,9 @@ class TrainLoop:
         line |= {
             f"{name}_per_s": count / step_s,
             "step_s": step_s,
+            "data_wait_s": self.reading.lap() / len(recent),
             "memory_bytes": highest_over_ranks(peak_memory_bytes(self.engine.mesh.device)),
-            "epoch": round((step + self.passed) / self.loader.steps_per_epoch, 4),
+            "epoch": round(self.loader.epoch(step + self.passed), 4),
         } | self.traffic.line(len(recent))
         experts, warnings = self.gates.line(
             len(recent), float(torch.stack([r.weight for r in recent]).sum())
@@ -331,6 +335,7 @@ class TrainLoop:
                     **data_position(self.run),
                     LEFT_OUT: self.passed,
                     LOSSES: [*self.spikes.recent],
+                    **({} if (position := self.loader.position()) is None else {DATA: position}),
                 },
                 describe_origin(self.engine.global_plan),
                 Retention(c.keep, c.keep_every),

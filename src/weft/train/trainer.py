@@ -30,20 +30,24 @@ from weft.parallel import (
 
 from . import build
 from .callbacks import Callbacks
-from .data import Dataset, Loader, NoDataset
+from .data import Dataset, NoDataset
 from .generate import sample_text, text_coder
 from .loggers import has_tensorboard
 from .metrics import Metrics, rate_unit
+from .prefetch import prefetched
 from .progress import Progress
 from .run_folder import (
+    DATA,
     SAMPLE,
     check_output,
     loop_state,
     resume_folder,
 )
 from .run_summary import run_header, run_summary
+from .sample_stream import Stream, first_samples
 from .step_profiler import StepProfiler
 from .stop_request import StopRequest
+from .stream_loader import AnyLoader, make_loader
 from .trace_recorder import FIRST, TraceRecorder
 from .train_loop import Compare, TrainLoop
 from .validation import Validation
@@ -135,7 +139,12 @@ def _train(
             "train.steps", t.steps, problem, f"use at least {done + FIRST}, or leave --trace out"
         )
     left_out, losses = loop_state(scalars)
-    loader = _loader(run, engine, dataset, start=done + left_out)
+    loading = prefetched(
+        _loader(run, engine, dataset, scalars.get(DATA), start=done + left_out),
+        run.data.workers if reads else 0,
+        run.data.prefetch,
+        engine.mesh.device.type == "cuda",
+    )
     if rank == 0 and engine.replicas.leads:
         replace_file(folder / "run.toml", dump_toml(asked))
         replace_file(folder / "plan.txt", f"{engine.global_plan}\n")
@@ -164,6 +173,7 @@ def _train(
         progress,
         Watchdog(limit_s) as watchdog,
         callbacks,
+        loading as loader,
     ):
         validation = (
             Validation(
@@ -177,7 +187,7 @@ def _train(
             engine,
             loader,
             validation,
-            rate_unit(dataset[0], t.batch),
+            rate_unit(first_samples(dataset, 1)[0], t.batch),
             metrics,
             progress,
             watchdog,
@@ -213,7 +223,8 @@ def _train(
         )
     )
     if text is not None and not interrupted:
-        written = sample_text(run, engine, text, len(dataset[0]["input_ids"]))
+        context = len(first_samples(dataset, 1)[0]["input_ids"])
+        written = sample_text(run, engine, text, context)
         progress.say(f"\n{written}")
         if rank == 0 and engine.replicas.leads:
             replace_file(folder / SAMPLE, written)
@@ -253,15 +264,28 @@ def _engine(
 
 
 def _loader(
-    run: RunConfig, engine: TrainingEngine, dataset: Dataset, start: int = 0, shares: int = 1
-) -> Loader:
+    run: RunConfig,
+    engine: TrainingEngine,
+    dataset: Dataset | Stream,
+    position: str | None = None,
+    start: int = 0,
+    shares: int = 1,
+) -> AnyLoader:
     """`shares`: a replica that evaluates alone takes a batch in so many parts."""
     t, rank, size = run.train, engine.data_rank, engine.data_size
     if shares > 1:
         rank, size = engine.plan.layout.index(engine.mesh.rank, *DATA_AXES), engine.plan.data_size
-    batch = t.batch // shares
-    return Loader(
-        dataset, batch, t.seed, accumulate=t.accumulate, data_rank=rank, data_size=size, start=start
+    return make_loader(
+        dataset,
+        t.batch // shares,
+        t.seed,
+        run.data.shuffle_buffer,
+        accumulate=t.accumulate,
+        data_rank=rank,
+        data_size=size,
+        start=start,
+        position=position,
+        collate_fn=build.build_collate(run),
     )
 
 

@@ -14,7 +14,7 @@ from weft.engine import Loss, TrainingEngine, WeightAverage
 from weft.launch import Watchdog
 
 from . import build
-from .data import Loader
+from .stream_loader import AnyLoader
 from .token_rows import refuse_unknown_tokens
 
 
@@ -25,7 +25,7 @@ class Validation:
 
     run: RunConfig
     engine: TrainingEngine
-    loader: Loader
+    loader: AnyLoader
     watchdog: Watchdog
     shares: int = 1
     metrics: Mapping[str, Loss] = field(default_factory=dict)
@@ -34,14 +34,10 @@ class Validation:
     def __call__(self, step: int) -> dict[str, float]:
         """`val_loss` after this step, and `val_NAME` of each metric: means over all that counts in
         the batches."""
-        self.loader.step = 0
         results = []
-        batches = min(
-            self.run.train.eval_batches * self.shares,
-            self.loader.steps_per_epoch,
-        )
-        for number in range(batches):
-            batch = build.cast_batch(self.run, next(self.loader))
+        most = self.run.train.eval_batches * self.shares
+        for number, batch in enumerate(self.loader.one_pass(most)):
+            batch = build.cast_batch(self.run, batch)
             first = self.watchdog.rare() if number == 0 else nullcontext()
             averaged = self.average.in_use() if self.average is not None else nullcontext()
             with first, averaged, refuse_unknown_tokens(self.engine, batch):

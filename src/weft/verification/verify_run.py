@@ -11,23 +11,28 @@ from torch import nn
 
 from weft.core import OFF, Plan, Refusal, RunConfig, emulate_float8
 from weft.train import (
+    AnyLoader,
     Dataset,
-    Loader,
+    Stream,
+    StreamLoader,
+    build_collate,
     build_dataset,
     build_deferred,
     build_loss,
     build_model,
     build_optimizer,
     build_plan,
+    make_loader,
     on_own_layout,
     sample_batch,
+    shuffled_places,
     with_layout,
 )
 
 from .case import Batch, Case
 from .difference import SGD_LR
 from .layout_result import LayoutResult
-from .plain.samples import order_faults, whole_batch_of
+from .plain.samples import order_faults, place_faults, streamed_batch_of, whole_batch_of
 from .report import VerifyReport
 from .training_check import TrainingResult, verify_training
 from .verified_settings import exact_sync, on_cpus, verified_precision, verified_sync
@@ -113,25 +118,53 @@ class _Batches:
 
     run: RunConfig
     split: str = "train"
-    dataset: Dataset | None = field(default=None, repr=False)
+    dataset: Dataset | Stream | None = field(default=None, repr=False)
+    streams: dict[tuple[int, int], StreamLoader] = field(default_factory=dict, repr=False)
 
-    def held(self) -> Dataset:
+    def held(self) -> Dataset | Stream:
         if self.dataset is None:
             self.dataset = build_dataset(self.run, self.split)
         return self.dataset
 
     def __call__(self, step: int, data_rank: int, data_size: int) -> Batch:
-        train = self.run.train
-        loader = partial(Loader, self.held(), train.batch, train.seed, accumulate=train.accumulate)
-        return next(loader(data_rank=data_rank, data_size=data_size, start=step))
+        kept = self.streams.get((data_rank, data_size))
+        loader = kept or self._loader(data_rank, data_size)
+        if isinstance(loader, StreamLoader):  # a new one would read all steps before it again
+            self.streams[data_rank, data_size] = loader
+        loader.step = step
+        return next(loader)
 
     def whole(self, step: int) -> Batch:
         """The samples of a step, read one by one."""
-        return whole_batch_of(self.held(), self._order()(step))
+        held, train = self.held(), self.run.train
+        collate = build_collate(self.run)
+        if not isinstance(held, Stream):
+            return whole_batch_of(held, self._order()(step), collate)
+        buffer, places = self.run.data.shuffle_buffer, partial(shuffled_places, train.seed)
+        items = streamed_batch_of(held.read, step, train.batch, buffer, places)
+        return whole_batch_of([held.sample(item) for item in items], range(train.batch), collate)
 
     def order_faults(self) -> list[str]:
         """What is wrong with the order in which the loader takes samples."""
-        return order_faults(self._order(), len(self.held()), self.run.train.batch)
+        held, train = self.held(), self.run.train
+        if isinstance(held, Stream):
+            return place_faults(partial(shuffled_places, train.seed))
+        return order_faults(self._order(), len(held), train.batch)
 
     def _order(self) -> Callable[[int], list[int]]:
-        return Loader(self.held(), self.run.train.batch, self.run.train.seed).indices
+        loader = self._loader()
+        assert not isinstance(loader, StreamLoader)
+        return loader.indices
+
+    def _loader(self, data_rank: int = 0, data_size: int = 1) -> AnyLoader:
+        train, buffer = self.run.train, self.run.data.shuffle_buffer
+        return make_loader(
+            self.held(),
+            train.batch,
+            train.seed,
+            buffer,
+            accumulate=train.accumulate,
+            data_rank=data_rank,
+            data_size=data_size,
+            collate_fn=build_collate(self.run),
+        )

@@ -6,8 +6,9 @@ every sample once, the next has them in another order, and no step has too few.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -22,10 +23,63 @@ class Samples(Protocol):
     def __getitem__(self, index: int) -> Any: ...
 
 
-def whole_batch_of(dataset: Samples, indices: Sequence[int]) -> dict[str, Tensor]:
-    """These samples, in this order, along a new dim 0."""
+def whole_batch_of(
+    dataset: Samples,
+    indices: Sequence[int],
+    collate: Callable[[list[Any]], dict[str, Tensor]] | None = None,
+) -> dict[str, Tensor]:
+    """These samples, in this order, along a new dim 0, or as the run's own `collate` has them."""
     samples = [dataset[index] for index in indices]
+    if collate is not None:
+        return collate(samples)
     return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+
+
+def streamed_batch_of(
+    read: Callable[[int], Iterable[Any]],
+    step: int,
+    batch: int,
+    buffer: int,
+    places: Callable[[int, int, int], Sequence[int]],
+) -> list[Any]:
+    """The items of a step's global batch, of all that is read up to it.
+
+    Args:
+        read: gives the items of a pass by its number.
+        step: the step, counted from 0.
+        batch: samples of a global batch.
+        buffer: how many samples are shuffled together, in whole batches; 0: none.
+        places: the order of a block: of its pass, its number in that, and its size.
+    """
+    number = 0
+    while True:
+        waiting, blocks, items = list[Any](), 0, iter(read(number))
+        while True:
+            block = list(islice(items, max(1, math.ceil(buffer / batch)) * batch))
+            if buffer:
+                block = [block[place] for place in places(number, blocks, len(block))]
+            waiting, blocks = waiting + block, blocks + 1
+            while len(waiting) >= batch:
+                if step == 0:
+                    return waiting[:batch]
+                waiting, step = waiting[batch:], step - 1
+            if not block:
+                break
+        number += 1
+
+
+def place_faults(places: Callable[[int, int, int], Sequence[int]]) -> list[str]:
+    """What is wrong with the orders of blocks of a stream, by pass, block and size."""
+    found, blocks = list[str](), [(number, block) for number in range(2) for block in range(2)]
+    for size in (1, 7, 64):
+        if any(sorted(places(*block, size)) != list(range(size)) for block in blocks):
+            found.append(f"the order of {size} samples of a stream has not each of them once")
+    orders = {tuple(places(*block, 64)) for block in blocks}
+    if len(orders) < len(blocks):
+        found.append("two blocks of a stream have the same order")
+    if tuple(range(64)) in orders:
+        found.append("a block of a stream is not shuffled")
+    return found
 
 
 def order_faults(
