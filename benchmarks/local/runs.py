@@ -15,7 +15,7 @@ import torch.distributed as dist
 from weft.core import run_config
 from weft.engine import Engine
 from weft.planner.calibrate.cpu_contention import CpuLoadSample
-from weft.train import build
+from weft.train import build, build_data
 from weft.train.comm_metrics import CommMetrics
 from weft.train.metrics import peak_memory_bytes
 
@@ -74,8 +74,8 @@ def steps(case: Case) -> dict[str, Any]:
     programs had meanwhile; the most memory that it held; bytes that it sent in one over each axis.
     """
     run = case.run()
-    data = build.build_dataset(run)
-    model, sample = build.build_model(run, dtype=torch.float32), build.sample_batch(run, data)
+    data = build_data.build_dataset(run)
+    model, sample = build.build_model(run, dtype=torch.float32), build_data.sample_batch(run, data)
     plan = build.build_plan(run, model, sample)
     engine = Engine(
         model, plan, optimizer=build.build_optimizer(run), loss=build.build_loss(run), sample=sample

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weft.core import run_config, toml
 from weft.core.errors import ConfigError, LayoutError, Refusal
 from weft.nn import build_hf_model
-from weft.train import build, run_checks
+from weft.train import build, build_data, run_checks
 from weft.train.lr_schedule import lr_factor
 
 RUN = """
@@ -270,7 +270,9 @@ def test_a_run_is_built(tmp_path: Path) -> None:
     assert {p.dtype for p in other.parameters()} == {torch.float64}
     assert not torch.equal(next(other.parameters()), next(first.parameters()).double())
     assert {p.device.type for p in build.build_model(run, "meta").parameters()} == {"meta"}
-    assert len(build.build_dataset(run, "train")) > len(build.build_dataset(run, "val")) > 0
+    assert (
+        len(build_data.build_dataset(run, "train")) > len(build_data.build_dataset(run, "val")) > 0
+    )
     [plan] = run_checks.check_run(run)
     assert (str(plan.layout), plan.batch) == ("dp2", 8)
     made = build.build_optimizer(run)(list(first.named_parameters()))
@@ -404,7 +406,7 @@ def test_text_is_found_beside_the_run_file(tmp_path: Path) -> None:
     for i in range(3):
         (tmp_path / "corpus" / f"{i}.txt").write_text("weft and warp " * 200)
     text = RUN.replace('build = "weft.data:stdlib"', 'text = ["corpus/*.txt"]')
-    assert len(build.build_dataset(load(tmp_path, text))) > 100
+    assert len(build_data.build_dataset(load(tmp_path, text))) > 100
     error = refused(load(tmp_path, text, data__text='["corpus/*.md"]', model__heads="2"))
     assert (error.field, error.value) == ("text", "corpus/*.md")
 

@@ -29,7 +29,7 @@ from weft.planner.search.feasibility import FeasibilityChecker, run_with_row
 from weft.planner.search.query_from_run import query_from_run
 from weft.planner.search.ranking import rank
 from weft.planner.search.run_precision import run_precision
-from weft.train import build, run_checks
+from weft.train import build, build_data, run_checks
 from weft.train.trainer import train
 
 
@@ -461,7 +461,7 @@ def test_what_weft_refuses_is_said_and_the_next_one_taken(tmp_path: Path) -> Non
     found = rank(plan_run.make_plan_query(there, where, "eager"))
     tp = [row for row in found.rows if "tp2" in row.layout]
     assert tp, "no tp2 to refuse"
-    judge = FeasibilityChecker(there, build.build_skeleton(there), build.build_dataset(there))
+    judge = FeasibilityChecker(there, build.build_skeleton(there), build_data.build_dataset(there))
     best = judge.first((*tp, *(row for row in found.rows if row not in tp)))
     assert best is not None and "tp2" not in best.layout
     assert "features, which tp2 does not divide" in judge.refused[0][1].problem

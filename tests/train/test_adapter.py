@@ -18,7 +18,7 @@ from weft import checkpoint
 from weft.cli.app import app
 from weft.core import run_config
 from weft.core.errors import CheckpointError, ConfigError
-from weft.train import build, hf_checkpoint
+from weft.train import build, build_data, hf_checkpoint
 from weft.train.trainer import train
 
 transformers = pytest.importorskip("transformers")
@@ -107,7 +107,9 @@ def test_an_adapter_goes_to_peft_and_into_the_weights(tmp_path: Path, base: Path
 
     again = begun(tmp_path / "again", base, str(out))
     torch.testing.assert_close(logits_of(build.build_model(again)), wanted, atol=1e-6, rtol=1e-6)
-    model = build.build_for_ranks(again, build.sample_batch(again, build.build_dataset(again)))
+    model = build.build_for_ranks(
+        again, build_data.sample_batch(again, build_data.build_dataset(again))
+    )
     assert not any("builds the whole model" in note for note in model[1].notes)
     train(again, False)
     hf_checkpoint.export_weights(Path(again.output), tmp_path / "further")

@@ -17,7 +17,7 @@ from tests.run_files import TINY
 from tests.train.test_stream import Counting, Forgetful, loader, take
 from weft.core import Refusal
 from weft.core.run_config import load_run
-from weft.train import build
+from weft.train import build_data
 from weft.train.blend import Blend
 from weft.train.sample_stream import Stream
 
@@ -131,18 +131,18 @@ def test_sources_that_do_not_go_together_are_refused(
     (tmp_path / "run.toml").write_text(TINY)
     with pytest.raises(Refusal, match=says):
         table = f"{{ blend = [{FIRST}, {{ {second} }}] }}"
-        build.build_dataset(load_run(tmp_path / "run.toml", {"data": table}))
+        build_data.build_dataset(load_run(tmp_path / "run.toml", {"data": table}))
 
 
 def test_a_run_file_with_a_blend(tmp_path: Path) -> None:
     text, blended = TINY.split("[data]"), f"{{ blend = [{FIRST}, {FIRST}] }}"
     (tmp_path / "run.toml").write_text(TINY)
-    held = build.build_dataset(load_run(tmp_path / "run.toml", {"data": blended}))
+    held = build_data.build_dataset(load_run(tmp_path / "run.toml", {"data": blended}))
     assert isinstance(held, Stream) and held.vocab == 256 and held.encode("a") == [97]
     assert held.sample(held.first(1)[0])["input_ids"].shape == (16,)
     epochs = text[0] + "[data]" + text[1].replace("steps = 2", "epochs = 2")
     (tmp_path / "run.toml").write_text(epochs)
     with pytest.raises(Refusal, match=r"train.epochs = 2.0: \[data\] names an iterable"):
-        build.count_steps(load_run(tmp_path / "run.toml", {"data": blended}))
+        build_data.count_steps(load_run(tmp_path / "run.toml", {"data": blended}))
     with pytest.raises(Refusal, match=r"data.seq_len = 4: is beside blend"):
         load_run(tmp_path / "run.toml", {"data": blended, "data.seq_len": "4"})

@@ -14,7 +14,7 @@ from tests.train.test_hf_checkpoint import FAMILIES, begun
 from weft.core import Layout, LocalShard, UnsupportedModel, cut_segments, fsdp_rows
 from weft.core.shards import chunks_of
 from weft.nn import hf_model, initial_weights, weight_files
-from weft.train import build
+from weft.train import build, build_data
 
 transformers = pytest.importorskip("transformers")
 
@@ -99,7 +99,7 @@ def test_where_the_whole_model_is_built_the_plan_says_why(
         raise UnsupportedModel("model", "build", "keeps a list", "do not")
 
     run = begun(tmp_path, "gpt2")
-    sample = build.sample_batch(run, build.build_dataset(run))
+    sample = build_data.sample_batch(run, build_data.build_dataset(run))
     model, plan = build.build_for_ranks(run, sample)
     assert initial_weights(model) is not None and plan.notes == ()
     monkeypatch.setattr(build, "build_deferred", refused)

@@ -11,7 +11,7 @@ import torch
 from tests.run_files import TINY
 from weft.core import Refusal, RunConfig
 from weft.core.run_config import load_run
-from weft.train import build, run_checks
+from weft.train import build_data, run_checks
 from weft.verification.verify_run import make_case
 
 MINE = """
@@ -75,4 +75,4 @@ def test_samples_of_several_lengths_are_padded(tmp_path: Path) -> None:
 def test_what_is_no_batch_is_refused(tmp_path: Path, collate: Any, says: str) -> None:
     with pytest.raises(Refusal, match=says):
         run = make(tmp_path, collate)
-        build.sample_batch(run, build.build_dataset(run))
+        build_data.sample_batch(run, build_data.build_dataset(run))

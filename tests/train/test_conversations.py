@@ -19,7 +19,7 @@ from tests.train.test_hf_checkpoint import FAMILIES
 from weft.cli.app import app
 from weft.core import run_config
 from weft.core.errors import DataError
-from weft.train import build
+from weft.train import build_data
 from weft.train.conversations import Chat, chat, pack
 
 transformers = pytest.importorskip("transformers")
@@ -189,7 +189,7 @@ def test_every_layout_equals_one_device(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(RUN)
     run = run_config.load_run(tmp_path / "run.toml")
     assert run.loss == "weft.losses:next_token"
-    assert {*build.build_dataset(run)[0]} == {"input_ids", "labels", "position_ids"}
+    assert {*build_data.build_dataset(run)[0]} == {"input_ids", "labels", "position_ids"}
     layouts = [("--layout", each) for each in ("dp2", "fsdp2", "tp2", "pp2", "cp2")]
     file = str(tmp_path / "run.toml")
     found = CliRunner().invoke(app, ["verify", file, *(x for pair in layouts for x in pair)])

@@ -12,7 +12,7 @@ from tests.run_files import TINY
 from weft.cli.app import app
 from weft.core import run_config
 from weft.core.errors import ConfigError, DataError, Refusal
-from weft.train import build
+from weft.train import build_data
 from weft.train.trainer import train
 
 SAMPLES = """
@@ -50,9 +50,9 @@ def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(("epochs", "steps"), [("1", 2), ("1.5", 3), ("10", 20)])
 def test_epochs_are_counted_in_full_batches(run_file: Path, epochs: str, steps: int) -> None:
-    run = build.count_steps(run_config.load_run(run_file, {"train.epochs": epochs}))
+    run = build_data.count_steps(run_config.load_run(run_file, {"train.epochs": epochs}))
     assert (run.train.steps, run.train.epochs) == (steps, None)
-    assert build.count_steps(run) == run
+    assert build_data.count_steps(run) == run
 
 
 def test_a_run_ends_with_its_epochs(run_file: Path) -> None:
@@ -84,7 +84,7 @@ def test_what_cannot_be_counted_is_refused(
     run_file: Path, settings: dict[str, str], says: str
 ) -> None:
     with pytest.raises(Refusal) as found:
-        build.count_steps(run_config.load_run(run_file, settings))
+        build_data.count_steps(run_config.load_run(run_file, settings))
     assert says in str(found.value) and isinstance(found.value, ConfigError | DataError)
 
 

@@ -21,7 +21,7 @@ from weft.checkpoint import load_checkpoint, read_index
 from weft.core import Refusal, RunConfig, data_rank_indices, whole_shard
 from weft.core.run_config import load_run
 from weft.launch.local_workers import Pool
-from weft.train import build, run_checks, run_folder
+from weft.train import build_data, run_checks, run_folder
 from weft.train.sample_stream import Stream, fingerprint
 from weft.train.stream_loader import StreamLoader
 from weft.train.token_stream import stream
@@ -347,7 +347,7 @@ def test_an_iterable_that_cannot_be_trained_on_is_refused(
 def test_a_map_style_dataset_has_no_buffer(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(TINY)
     with pytest.raises(Refusal, match=r"data.shuffle_buffer = 9: is for iterables"):
-        build.build_dataset(load_run(tmp_path / "run.toml", {"data.shuffle_buffer": "9"}))
+        build_data.build_dataset(load_run(tmp_path / "run.toml", {"data.shuffle_buffer": "9"}))
 
 
 def test_epochs_need_a_length(tiny: Callable[..., RunConfig]) -> None:
@@ -357,8 +357,8 @@ def test_epochs_need_a_length(tiny: Callable[..., RunConfig]) -> None:
     run.write_text(text)
     table = '{{ build = "iterables_of_stream_test:{}" }}'.format
     with pytest.raises(Refusal, match=r"train.epochs = 2.0: \[data\] names an iterable.*set|Set"):
-        build.count_steps(load_run(run, {"data": table("rows")}))
-    assert build.count_steps(load_run(run, {"data": table("OfTorch")})).train.steps == 10
+        build_data.count_steps(load_run(run, {"data": table("rows")}))
+    assert build_data.count_steps(load_run(run, {"data": table("OfTorch")})).train.steps == 10
 
 
 def test_a_data_loader_of_torch_gives_samples() -> None:

@@ -33,7 +33,7 @@ from weft.engine import Engine
 from weft.launch.local_workers import Pool
 from weft.nn.losses import next_token
 from weft.pipeline import schedules
-from weft.train import build, run_checks
+from weft.train import build, build_data, run_checks
 from weft.train.data import Loader
 from weft.train.generate import generate
 from weft.train.metrics import Metrics, StepTimer, keep_until
@@ -210,7 +210,7 @@ def test_a_run_learns_and_leaves_its_files(
             assert 0 < line["grad_norm"] < 100
 
     assert run_config.load_run(folder / "run.toml") == run
-    sample = build.sample_batch(run, build.build_dataset(run))
+    sample = build_data.sample_batch(run, build_data.build_dataset(run))
     plan = build.build_plan(run, build.build_skeleton(run), sample)
     assert (folder / "plan.txt").read_text() == f"{plan}\n"
     events = EventAccumulator(str(folder / "tensorboard")).Reload()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import weft
 from weft.core import Layout, Refusal, run_config
-from weft.train import build, run_checks
+from weft.train import build, build_data, run_checks
 from weft.train.data import Loader
 from weft.verification.case import Case
 from weft.verification.difference import Bounds
@@ -86,7 +86,7 @@ def test_examples_are_complete(name: str) -> None:
     run = run_config.load_run(EXAMPLES / name)
     (plan,) = run_checks.check_run(run)
     assert plan.layout.world > 1
-    batch = next(Loader(build.build_dataset(run), run.train.batch, 0))
+    batch = next(Loader(build_data.build_dataset(run), run.train.batch, 0))
     model = build.build_model(run)
     inputs = {key: value[:2] for key, value in batch.items() if not key.startswith("label")}
     loss_sum, weight = build.build_loss(run)(

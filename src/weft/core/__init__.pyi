@@ -24,6 +24,7 @@ from .compile_options import (
     CompileMode as CompileMode,
     CompileOptions as CompileOptions,
 )
+from .data_config import BlendConfig as BlendConfig, SourceConfig as SourceConfig
 from .data_order import data_rank_indices as data_rank_indices, zigzag_spans as zigzag_spans
 from .dropped_shapes import DroppedShapes as DroppedShapes
 from .errors import (
@@ -90,12 +91,10 @@ from .plan import (
 )
 from .precision import DTYPES as DTYPES, LOW as LOW, DtypeRule as DtypeRule
 from .run_config import (
-    BlendConfig as BlendConfig,
     LayoutConfig as LayoutConfig,
     PipelineConfig as PipelineConfig,
     PrecisionConfig as PrecisionConfig,
     RunConfig as RunConfig,
-    SourceConfig as SourceConfig,
     SyncConfig as SyncConfig,
     load_run as load_run,
 )

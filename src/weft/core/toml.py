@@ -6,12 +6,16 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from .errors import ConfigError, nearest
+
+# lists of TOML are tuples here
+AS_TUPLE = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+Strings = Annotated[tuple[str, ...], AS_TUPLE]
 
 
 class TomlTable(BaseModel):

@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from .compile_options import CompileChoice, CompileMode, CompileOptions
 from .errors import nearest
-from .toml import TomlTable, table_error
+from .toml import AS_TUPLE, Strings, TomlTable, table_error
 
-_AS_TUPLE = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-Names = Annotated[tuple[str, ...], _AS_TUPLE]
 # names, or tables with a name and arguments
-NamedTables = Annotated[tuple[str | dict[str, Any], ...], _AS_TUPLE]
+NamedTables = Annotated[tuple[str | dict[str, Any], ...], AS_TUPLE]
 
 
 class TrainConfig(TomlTable):
@@ -109,7 +107,7 @@ class TrainConfig(TomlTable):
     )
     eval_every: int = Field(default=0, ge=0, description="steps between validations; 0: never")
     eval_batches: int = Field(default=8, gt=0, description="batches per validation")
-    eval_metrics: Names = Field(
+    eval_metrics: Strings = Field(
         default=(),
         description=(
             'functions of (output, batch) that return (sum, weight), as in ["mine:accuracy"]: their'

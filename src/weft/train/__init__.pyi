@@ -1,8 +1,6 @@
 from .blend import Blend as Blend
 from .build import (
     build_callbacks as build_callbacks,
-    build_collate as build_collate,
-    build_dataset as build_dataset,
     build_deferred as build_deferred,
     build_loss as build_loss,
     build_lr_factor as build_lr_factor,
@@ -11,14 +9,18 @@ from .build import (
     build_plan as build_plan,
     build_skeleton as build_skeleton,
     build_sync as build_sync,
-    count_steps as count_steps,
     in_dtype as in_dtype,
     model_inputs as model_inputs,
     on_own_layout as on_own_layout,
     replica_ranks as replica_ranks,
-    sample_batch as sample_batch,
     server_replicas as server_replicas,
     with_layout as with_layout,
+)
+from .build_data import (
+    build_collate as build_collate,
+    build_dataset as build_dataset,
+    count_steps as count_steps,
+    sample_batch as sample_batch,
 )
 from .callbacks import (
     Callback as Callback,

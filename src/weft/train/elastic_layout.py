@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from weft.core import REPLICA_AXIS, Divides, Layout, LayoutError, Refusal, RunConfig
 from weft.parallel import DATA_AXES, SEQUENCE_AXES, axis_table
 
-from . import build, run_checks
+from . import build, build_data, run_checks
 
 GROWTH = 1.5  # what a rank may have to spare of memory; no more than a guess
 COPIES = (REPLICA_AXIS, *SEQUENCE_AXES)  # whose ranks hold the same weights
@@ -25,7 +25,7 @@ def shrink_to(run: RunConfig, ranks: int) -> RunConfig:
     if layout.world <= ranks:
         return run
     candidates = smaller_layouts(layout, ranks) if isinstance(named, bool) else named
-    bare, train, refused = build.build_skeleton(run), build.build_dataset(run), None
+    bare, train, refused = build.build_skeleton(run), build_data.build_dataset(run), None
     for candidate in candidates:
         there = build.on_own_layout(run, candidate)
         parts = run.train.accumulate * candidate.size(*DATA_AXES)

@@ -55,7 +55,7 @@ from weft.nn import (
 )
 from weft.parallel import weights_of
 
-from . import build
+from . import build, named_callables
 from .checkpoint_weights import CheckpointWeights, MergedWeights
 from .run_folder import data_position
 
@@ -333,7 +333,7 @@ def _write_tokenizer(run: RunConfig, folder: Path) -> None:
     named = run.data.arguments.get("tokenizer")
     if not isinstance(named, str):
         return
-    path = Path(build.resolve_path(run, named))
+    path = Path(named_callables.resolve_path(run, named))
     transformers = import_extra("transformers", "data.tokenizer", named)
     file = path / "tokenizer.json" if path.is_dir() else path
     if path.is_dir() and (path / "tokenizer_config.json").is_file():

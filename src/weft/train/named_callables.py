@@ -1,7 +1,9 @@
-"""What a `package.module:callable` of a run file names, and its call with a table's arguments."""
+"""What a `package.module:callable` of a run file names, and its call with a table's arguments; what
+a path of it names."""
 
 from __future__ import annotations
 
+import glob
 import importlib
 import inspect
 import os
@@ -10,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.core import NO_CODE, ConfigError, Refusal, nearest, require_known
+from weft.core import NO_CODE, ConfigError, Refusal, RunConfig, nearest, require_known
 
 # Names of these may stand in a run file of which no code is to run.
 _OWN = ("weft.models", "weft.losses", "weft.data", "weft.optimizers", "weft.callbacks")
@@ -118,3 +120,10 @@ def call_named(
         raise ConfigError(
             table, dict(arguments), f"{name} fails: {error}", "correct these arguments"
         ) from error
+
+
+def resolve_path(run: RunConfig, path: str) -> str:
+    """A path or pattern of the run file: below the run's folder if something is there, else as it
+    is written."""
+    below = os.path.join(run.folder, path)
+    return below if path and any(True for _ in glob.iglob(below, recursive=True)) else path

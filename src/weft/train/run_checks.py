@@ -45,7 +45,6 @@ from weft.parallel import (
 from . import data
 from .build import (
     build_callbacks,
-    build_dataset,
     build_eval_metrics,
     build_loss,
     build_model,
@@ -56,9 +55,9 @@ from .build import (
     check_lr_schedule,
     model_inputs,
     planned_dtype,
-    sample_batch,
     with_layout,
 )
+from .build_data import build_dataset, sample_batch
 from .dry_run import dry_run
 from .sample_stream import Stream, first_samples
 

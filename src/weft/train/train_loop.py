@@ -24,7 +24,7 @@ from weft.core import CheckpointError, LocalShard, OutlierFilter, RunConfig, Wef
 from weft.engine import StepResult, TrainingEngine, WeightAverage
 from weft.launch import Watchdog
 
-from . import build
+from . import build, build_data
 from .callbacks import Callbacks
 from .comm_metrics import CommMetrics, RpcMetrics, comm_metrics_of
 from .expert_metrics import ExpertMetrics
@@ -72,9 +72,7 @@ class TrainLoop:
     val_loss: float | None = None
     passed: int = 0  # batches that are left out for good, so that each step's is so many further on
     back: tuple[int, int] = (-1, 0)  # the checkpoint that it last went back to, and how often
-    members: tuple[
-        int, ...
-    ] = ()  # replicas that took part when it was last logged, where some may be left out
+    members: tuple[int, ...] = ()  # replicas that took part when it was last logged
     first: int = field(init=False)  # the number of the first step that is taken
     saver: AsyncCheckpointer = field(default_factory=AsyncCheckpointer)
     spikes: OutlierFilter = field(init=False)
@@ -96,10 +94,8 @@ class TrainLoop:
         t, save = self.run.train, self.run.checkpoint
         factor = build.build_lr_factor(self.run)
         rates = [(group, group["lr"]) for group in self.engine.optimizer.param_groups]
-        recent: list[
-            StepResult
-        ] = []  # since the last logged step; read together, so that few wait for the device
-        unread: list[StepResult] = []
+        recent: list[StepResult] = []  # since the last logged step
+        unread: list[StepResult] = []  # read together, so that few wait for the device
         if self.engine.replicas.caught_up and self._evaluates(self.first - 1):
             self._evaluate(self.first - 1)  # the others do so now
         while self.engine.steps_done < t.steps:
@@ -109,7 +105,7 @@ class TrainLoop:
             for group, rate in rates:  # each group has a rate of its own
                 group["lr"] = rate * self.factor
             with self.reading:
-                batch = build.cast_batch(self.run, next(self.loader))
+                batch = build_data.cast_batch(self.run, next(self.loader))
             if self.recorder is not None:
                 self.recorder.before(step - self.first + 1)
             idle_s = self.engine.waited_s
@@ -314,9 +310,7 @@ class TrainLoop:
         weights that would be of no use in place of older ones that are."""
         if self.engine.replicas.servers_update and not self.engine.replicas.leads:
             return  # the first replica has all that servers have
-        leads = bool(
-            highest_over_ranks(int(self.engine.replicas.leads))
-        )  # the first rank knows it best
+        leads = bool(highest_over_ranks(int(self.engine.replicas.leads)))  # rank 0 knows it best
         names, c = self.engine.params.keys(), self.run.checkpoint
 
         def useless(pieces: Sequence[LocalShard]) -> str | None:

@@ -28,7 +28,7 @@ from weft.parallel import (
     DATA_AXES,
 )
 
-from . import build
+from . import build, build_data
 from .callbacks import Callbacks
 from .data import Dataset, NoDataset
 from .generate import sample_text, text_coder
@@ -81,7 +81,7 @@ def train(
         Refusal: The run cannot be trained as it is.
         WeftError: The loss or a weight is no longer finite.
     """
-    run, asked = build.count_steps(run), build.count_steps(asked or run)
+    run, asked = build_data.count_steps(run), build_data.count_steps(asked or run)
     with rpc_session((DRIVER, *run.workers)) if run.workers else nullcontext():
         return _train(run, resume, trace, again, asked, compare)
 
@@ -105,10 +105,10 @@ def _train(
         rank = dist.get_rank() if dist.is_initialized() else 0
         reads = not (run.workers and rank)  # workers need no data
         with start.alone("building data and model"):
-            dataset = build.build_dataset(run) if reads else NoDataset(t.batch)
-            val = build.build_dataset(run, "val") if t.eval_every and reads else None
+            dataset = build_data.build_dataset(run) if reads else NoDataset(t.batch)
+            val = build_data.build_dataset(run, "val") if t.eval_every and reads else None
             text = text_coder(run, dataset) if t.sample_tokens and reads else None
-            sample = build.sample_batch(run, dataset)
+            sample = build_data.sample_batch(run, dataset)
             model, plan = build.build_for_ranks(run, sample, _weights_dtype(run))
         engine = _engine(run, model, plan, sample, company)
         average = None
@@ -285,7 +285,7 @@ def _loader(
         data_size=size,
         start=start,
         position=position,
-        collate_fn=build.build_collate(run),
+        collate_fn=build_data.build_collate(run),
     )
 
 

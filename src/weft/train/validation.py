@@ -13,7 +13,7 @@ from weft.core import RunConfig
 from weft.engine import Loss, TrainingEngine, WeightAverage
 from weft.launch import Watchdog
 
-from . import build
+from . import build_data
 from .stream_loader import AnyLoader
 from .token_rows import refuse_unknown_tokens
 
@@ -37,7 +37,7 @@ class Validation:
         results = []
         most = self.run.train.eval_batches * self.shares
         for number, batch in enumerate(self.loader.one_pass(most)):
-            batch = build.cast_batch(self.run, batch)
+            batch = build_data.cast_batch(self.run, batch)
             first = self.watchdog.rare() if number == 0 else nullcontext()
             averaged = self.average.in_use() if self.average is not None else nullcontext()
             with first, averaged, refuse_unknown_tokens(self.engine, batch):
