@@ -335,7 +335,7 @@ def test_the_folder_of_the_run_file_is_importable(tmp_path: Path) -> None:
         "    def __getitem__(self, i): return {'input': torch.zeros(3), 'label': torch.tensor(0)}\n"
         "def model(width): return torch.nn.Linear(3, width)\n"
         "def numbers(width, depth):\n"
-        "    assert [float(x) for x in torch.linspace(0, 1, depth)]\n"
+        "    assert [float(x) for x in torch.arange(0.0, depth)]\n"
         "    return torch.nn.Linear(3, width)\n"
         "number = 3\n"
         "def broken(): raise AttributeError('a fault of the model itself')\n"

@@ -51,11 +51,17 @@ def test_it_is_that_of_one_device(
 
 
 AVERAGE, LOOP = "weft.engine.weight_average", "weft.train.train_loop"
+VALIDATION = "weft.train.validation"
 MUTANTS = {
     "no warm-up": (AVERAGE, "WeightAverage.update", "if self.warmup", "if False"),
     "of the step before": (AVERAGE, "WeightAverage.update", "steps_done\n", "steps_done - 1\n"),
     "of skipped steps too": (LOOP, "TrainLoop.__call__", "and not unread[-1].skipped", ""),
-    "validation without": (LOOP, "TrainLoop._evaluate", "self.average.in_use()", "nullcontext()"),
+    "validation without": (
+        VALIDATION,
+        "Validation.__call__",
+        "self.average.in_use()",
+        "nullcontext()",
+    ),
     "not put back": (
         AVERAGE,
         "WeightAverage.in_use",
