@@ -1202,12 +1202,16 @@ def test_an_index_of_an_earlier_stage() -> None:
     hold(Written(forward), ["c"], {"x": torch.randn(4, 8)})
 
 
-def test_what_was_received_is_not_changed_twice() -> None:
+@pytest.mark.parametrize("own", [False, True])
+def test_what_was_received_is_not_changed_twice(own: bool) -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         h = m.a(x)
         if x.shape[0] > 4:
             h.mul_(3)  # by the stage that sends it, and by the one that receives it
-        return m.c(m.b(h))
+        z = m.b(h)
+        if own:
+            z += 1
+        return m.c(z)
 
     model, inputs = Written(forward), {"x": torch.ones(3, 8)}
     line = Line(model, split_stages(trace_forward(model, inputs), ["b"]))
@@ -1215,6 +1219,33 @@ def test_what_was_received_is_not_changed_twice() -> None:
         assert torch.equal(line.forward(inputs)[0], model(**inputs))
         with pytest.raises(UnsupportedModel, match="a tensor changed in place before test_split"):
             line.forward({"x": torch.ones(5, 8)})
+
+
+def test_a_received_tensor_that_its_stage_changes_at_once() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x)
+        m.b(h)
+        g = m.pos + h
+        g += 1
+        return m.c(g) + h
+
+    hold(Written(forward), ["b"], {"x": torch.randn(4, 8)})
+    hold(Written(forward), ["c"], {"x": torch.randn(4, 8)})
+
+
+def test_an_absent_tensor_on_another_path_is_refused() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x)
+        k = m.b(h)
+        y = h if x.shape[0] > 4 else k  # the plan sends k
+        y = m.c(k) * y
+        return m.d(y * 2)
+
+    model = Written(forward)
+    line = Line(model, split_stages(trace_forward(model, {"x": torch.ones(3, 8)}), ["c", "d"]))
+    line.forward({"x": torch.ones(3, 8)})
+    with pytest.raises(UnsupportedModel, match="another stage's"):
+        line.forward({"x": torch.ones(5, 8)})
 
 
 def test_a_path_that_ends_early_is_refused() -> None:

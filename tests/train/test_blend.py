@@ -108,6 +108,25 @@ def test_a_blend_goes_on_from_its_own_state(stop: int) -> None:
     assert values(second, 100 - stop) == whole[stop:]
 
 
+@pytest.mark.parametrize("weights", [(6, 3), (6, 3, 2), (3, 6, 1)])
+def test_a_state_of_other_sources_is_refused(weights: tuple[float, ...]) -> None:
+    first = blend()
+    values(first, 9)
+    with pytest.raises(Refusal, match=r"data.blend.*other sources or weights than it had"):
+        blend(weights).load_state_dict(first.state_dict())
+
+
+SOURCES = """
+import torch
+class Other:
+    def __len__(self): return 9
+    def __getitem__(self, index): return {k: torch.arange(16) for k in ("input_ids", "labels")}
+    def encode(self, text): return [1]
+class Floats(Other):
+    encode = None
+    def __getitem__(self, index): return {k: v.double() for k, v in super().__getitem__(0).items()}
+def splits(): return {"train": Other(), "test": Other()}
+"""
 FIRST = '{ weight = 1, build = "weft.data:stdlib", seq_len = 16, max_bytes = 9000 }'
 
 
@@ -123,12 +142,25 @@ FIRST = '{ weight = 1, build = "weft.data:stdlib", seq_len = 16, max_bytes = 900
             r"data.blend.1 = 'weft.data:stdl.*"
             r"a sample has .*\[8\].*another source .*\[16\].*Give all sources the same keys",
         ),
+        (
+            "weight = 1, build = 'sources_of_blend_test:Floats'",
+            r"a sample has .*float64 \[16\].*another source .*int64 \[16\]",
+        ),
+        (
+            "weight = 1, build = 'sources_of_blend_test:Other'",
+            "makes tokens by another tokenizer",
+        ),
+        (
+            "weight = 1, build = 'sources_of_blend_test:splits'",
+            "returns a dict of train, test. Return one of these",
+        ),
     ],
 )
 def test_sources_that_do_not_go_together_are_refused(
     tmp_path: Path, second: str, says: str
 ) -> None:
     (tmp_path / "run.toml").write_text(TINY)
+    (tmp_path / "sources_of_blend_test.py").write_text(SOURCES)
     with pytest.raises(Refusal, match=says):
         table = f"{{ blend = [{FIRST}, {{ {second} }}] }}"
         build_data.build_dataset(load_run(tmp_path / "run.toml", {"data": table}))

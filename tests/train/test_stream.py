@@ -227,6 +227,51 @@ def test_text_that_cannot_be_read_is_refused(
         stream(**{"paths": files, **arguments})
 
 
+def test_a_row_without_text_is_empty(tmp_path: Path) -> None:
+    rows = [json.dumps({"text": text}) for text in (None, "one two ", None, "three four five")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    found = list(stream(str(tmp_path / "rows.jsonl"), 4))
+    text = b"".join(bytes(sample["input_ids"].tolist()) for sample in found)
+    assert b"one two three four five".startswith(text) and len(text) > 16
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ('{"text": ["a"]}', "cannot be read|holds list"),
+        ('{"txt": "a"}', "column = 'text': is missing in a row|cannot be read"),
+        ('{"text": "a', "cannot be read"),
+    ],
+)
+def test_a_later_file_that_cannot_be_read_is_refused(files: str, row: str, says: str) -> None:
+    (Path(files).parent / "part9.jsonl").write_text(row)
+    windows = stream(files, 16)
+    with pytest.raises(Refusal, match=says):
+        list(windows)
+
+
+def test_a_state_holds_where_a_restored_pass_began(files: str) -> None:
+    """Of a long row, of which several windows are read after it was restored."""
+    first, second, third = (stream(files, 16) for _ in range(3))
+    whole = list(islice(first, 9))
+    state = json.loads(json.dumps(first.state_dict()))
+    second.load_state_dict(state)
+    list(islice(second, 1))
+    again = json.loads(json.dumps(second.state_dict()))
+    assert whole and (again["rows"] == state["rows"] or again["row"] > state["row"])
+    third.load_state_dict(again)
+    assert fingerprint(list(third)) == fingerprint(list(stream(files, 16))[10:])
+
+
+def test_a_state_of_another_iterable_is_none() -> None:
+    first = loader()
+    take(first, 5)
+    position = json.loads(first.position())
+    position["state"] = {"counts": [1, 2]}  # for which Counting raises KeyError
+    again = loader(start=5, position=json.dumps(position))
+    assert take(again, 3) == take(first, 3)
+
+
 # ---- runs ----------------------------------------------------------------------------------------
 
 

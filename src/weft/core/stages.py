@@ -55,7 +55,8 @@ class PathNode:
     `numbers`: whether it returns int or float, which may depend on shapes. `draws`: how often
     it draws random numbers outside of blocks. `blocks`: those that it calls, in order.
     `reads` and `weights`: of a function, the tensors of the recorded forward and the parameters
-    whose elements it reads. `within`: whether it runs inside an autograd function or a checkpoint.
+    whose elements it reads. `writes`: tensors of the recorded forward that it changes in place.
+    `within`: whether it runs inside an autograd function or a checkpoint.
     """
 
     name: str
@@ -72,6 +73,7 @@ class PathNode:
     draws: int
     blocks: tuple[str, ...]
     reads: tuple[int, ...]
+    writes: tuple[int, ...]
     weights: tuple[str, ...]
     within: bool
 

@@ -151,6 +151,7 @@ class _StageSplitter:
                 if each.call and each.name in blocks
             ),
             () if event.call else tuple(sorted(event.reads)),
+            tuple(sorted(event.writes)),
             () if event.call else tuple(event.weights),
             event.within != "",
         )

@@ -12,9 +12,10 @@ from torch import Tensor
 from weft.core import DataError
 
 from .data import Dataset
-from .sample_stream import Pass, Stream, fingerprint, first_samples
+from .sample_stream import Pass, Stream, fingerprint, first_samples, if_state_fits
 
 END = object()  # of a pass
+_TEXT = "Weft and warp, 1 2 30: naïve"  # tokenizers that make the same of it count as the same
 
 
 class Blend:
@@ -83,10 +84,15 @@ class Blend:
     def state_dict(self) -> dict[str, Any]:
         """How far each source is."""
         places = {str(number): place.state() for number, place in self._streams.items()}
-        return {"counts": [*self._counts], "streams": places}
+        return {"shares": self._shares, "counts": [*self._counts], "streams": places}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Go on from there. Raises DataError if it is that of other sources or weights."""
+        then = [state.get("shares"), [*state.get("streams", ())]]
+        if then != [self._shares, [str(number) for number in self._streams]]:
+            problem = "has other sources or weights than it had when the run was stopped"
+            fix = "resume with the blend of that run, or begin another one"
+            raise DataError("data.blend", f"{len(self._sources)} sources", problem, fix)
         self._counts = [*state["counts"]]
         for number, place in state["streams"].items():
             self._streams[int(number)] = _Place(self._streams[int(number)].stream, **place)
@@ -129,9 +135,10 @@ class _Place:
 
     def _open(self) -> Pass:
         if self._before is not None:
-            reading = self.stream.read(self._number, self._before)
-            if fingerprint([*islice(reading, 1)]) == self._last:
-                return reading
+            with if_state_fits():
+                reading = self.stream.read(self._number, self._before)
+                if fingerprint([*islice(reading, 1)]) == self._last:
+                    return reading
         # without a state, or where it lacks something, all is read again
         reading = self.stream.read(self._number)
         for _ in islice(reading, self._taken):
@@ -143,15 +150,24 @@ def check_sources(
     sources: Sequence[Dataset | Stream], names: Sequence[tuple[str, object]], alike: bool
 ) -> None:
     """Refuse sources that are empty, or whose samples cannot stand in one batch. `names`: of each,
-    a key of the run file and its value; `alike`: shapes are to be the same, as keys are. Raises
-    DataError."""
-    first = None
+    a key of the run file and its value; `alike`: shapes and dtypes are to be the same, as keys and
+    tokenizers are. Raises DataError."""
+    first = encoded = None
     for source, name in zip(sources, names, strict=True):
         found = first_samples(source, 1)
         if not found:
             raise DataError(*name, "gives no sample", "name data that has some")
-        shapes = {key: [*value.shape] if alike else ... for key, value in found[0].items()}
+        shapes = {
+            key: f"{value.dtype} {[*value.shape]}" if alike else ""
+            for key, value in found[0].items()
+        }
         first = first or shapes
         if shapes != first:
             problem = f"a sample has {shapes}, and that of another source {first}"
-            raise DataError(*name, problem, "give all sources the same keys and shapes")
+            raise DataError(*name, problem, "give all sources the same keys, shapes and dtypes")
+        if (encode := getattr(source, "encode", None)) is not None:
+            numbers = [*encode(_TEXT)]
+            encoded = encoded or numbers
+            if numbers != encoded:
+                problem = "makes tokens by another tokenizer than another source does"
+                raise DataError(*name, problem, "give all sources the same tokenizer")

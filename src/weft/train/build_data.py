@@ -82,6 +82,9 @@ def _source(run: RunConfig, table: SourceConfig, split: str) -> data.Dataset | S
         raise ConfigError("data.build", name, f"has no split {split!r}", fix)
     call = partial(call_named, function, name, "data", positional, arguments)
     made = call()
+    if isinstance(made, Mapping) and any(isinstance(key, str) for key in made):
+        problem, fix = f"returns a dict of {', '.join(map(str, made))}", "return one of these"
+        raise ConfigError("data.build", name, problem, fix)
     if _is_stream(made):
         return Stream(call, table.entries, named)
     for method in ("__len__", "__getitem__"):

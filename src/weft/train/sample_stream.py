@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from weft.core import ConfigError, DataError
+from weft.core import ConfigError, DataError, Refusal
 
 from .samples import as_entries
 
@@ -34,7 +35,8 @@ class Stream:
         sample: makes a dict of tensors of an item, in place of `entries`.
 
     Example:
-        stream = weft.data.Stream(lambda: load_dataset("json", data_files=..., streaming=True))
+        rows = lambda: load_dataset("json", data_files=..., split="train", streaming=True)
+        stream = weft.data.Stream(rows)
         batches = weft.data.StreamLoader(stream, batch=8, seed=0, shuffle_buffer=1000)
     """
 
@@ -130,6 +132,18 @@ class Pass(Iterator[Any]):
 
     def __next__(self) -> Any:
         return next(self._items)
+
+
+@contextmanager
+def if_state_fits() -> Iterator[None]:
+    """In this context an iterable is read on from a state that may be another iterable's: what it
+    raises says that it is. Reading from the beginning then shows what else is wrong."""
+    try:
+        yield
+    except Refusal:
+        raise
+    except Exception:
+        return
 
 
 def first_samples(dataset: Any, count: int) -> list[dict[str, Tensor]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any, TypeAlias
@@ -22,7 +23,7 @@ from torch import Tensor
 from weft.core import CheckpointError, DataError, data_rank_indices
 
 from .data import Collate, Dataset, Loader, part_of_batch
-from .sample_stream import Pass, Stream, fingerprint
+from .sample_stream import Pass, Stream, fingerprint, if_state_fits
 
 LOOKED_AT = 8  # items of a block, by which it is known again
 AnyLoader: TypeAlias = "Loader | StreamLoader"
@@ -153,12 +154,13 @@ class StreamLoader(Iterator[dict[str, Tensor]]):
         state, block = kept["state"], kept["block"]
         # a state may lack something, as that of a shuffle buffer does: then all is read again
         for where in [None] if state is None else [state, None]:
-            self._reading = self.stream.read(self._number, where)
-            if where is None:
-                for _ in islice(self._reading, block * self._size):
-                    pass
-            self._block = block - 1
-            self._read_block()
+            self._block, self._seen = block - 1, ""
+            with nullcontext() if where is None else if_state_fits():
+                self._reading = self.stream.read(self._number, where)
+                if where is None:
+                    for _ in islice(self._reading, block * self._size):
+                        pass
+                self._read_block()
             if self._seen == kept["seen"]:
                 break
         else:

@@ -8,6 +8,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,8 @@ class TokenStream:
         number, skip = (start["row"], start["token"]) if start is not None else (0, 0)
         tokens: list[int] = []  # from the beginning of the next window
         begun: deque[dict[str, Any]] = deque()  # rows of these tokens: their states, and lengths
-        before = rows.state_dict()
+        # a restored state is not always told before the first row
+        before = rows.state_dict() if start is None else start["rows"]
         for text in rows:
             here, before, place = before, rows.state_dict(), number
             number += 1
@@ -106,15 +108,35 @@ class TokenStream:
 
 
 class _Column:
-    """One column of a Hugging Face IterableDataset."""
+    """One column of a Hugging Face IterableDataset; a row that has none there is empty. Raises
+    DataError."""
 
-    def __init__(self, dataset: Any, column: str):
-        self._dataset, self._column = dataset, column
+    def __init__(self, dataset: Any, column: str, patterns: Sequence[str]):
+        self._dataset, self._column, self._patterns = dataset, column, [*patterns]
         self.state_dict, self.load_state_dict = dataset.state_dict, dataset.load_state_dict
 
     def __iter__(self) -> Iterator[str]:
-        for row in self._dataset:
-            yield row[self._column]
+        rows = iter(self._dataset)
+        while True:
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except Exception as error:  # each reader raises its own
+                raise _unreadable(self._patterns, error) from error
+            if self._column not in row:
+                problem = f"is missing in a row of {self._patterns}"
+                raise DataError("column", self._column, problem, "give every file that column")
+            text = row[self._column]
+            if text is not None and not isinstance(text, str):
+                problem = f"holds {type(text).__name__} in a row of {self._patterns}"
+                raise DataError("column", self._column, problem, "give rows of text")
+            yield text or ""
+
+
+def _unreadable(patterns: Sequence[str], error: Exception) -> DataError:
+    problem = f"cannot be read ({' '.join(str(error).split())})"
+    return DataError("stream", [*patterns], problem, "correct that file")
 
 
 def stream(
@@ -163,12 +185,12 @@ def stream(
         datasets.load_dataset, reader, data_files=sorted(files), split="train", streaming=True
     )
     try:
-        first: dict[str, Any] = next(iter(rows()), {})
-    except Exception as error:  # each reader raises its own
-        problem = f"cannot be read ({' '.join(str(error).split())})"
-        raise DataError("stream", patterns, problem, "correct that file") from error
-    if first and not isinstance(first.get(column), str):
-        columns = [name for name, value in first.items() if isinstance(value, str)]
+        heads: list[dict[str, Any]] = [*islice(rows(), 100)]
+    except Exception as error:
+        raise _unreadable(patterns, error) from error
+    texts = [row[column] for row in heads if row.get(column) is not None]
+    if heads and (column not in heads[0] or not all(isinstance(text, str) for text in texts)):
+        columns = [name for name, value in heads[0].items() if isinstance(value, str)]
         problem = f"is no column of text in {sorted(files)[0]!r}"
         raise DataError("column", column, problem, nearest(column, columns))
     coder: Tokenizer = Bytes() if tokenizer is None else load_tokenizer(tokenizer)
@@ -176,7 +198,9 @@ def stream(
     if end is not None and len(close) != 1:
         problem, fix = "is not one token of the tokenizer", "give its end-of-text token"
         raise DataError("end", end, problem, f"leave it out or {fix}")
-    return TokenStream(lambda: _Column(rows(), column), seq_len, coder, close, held_out(split))
+    return TokenStream(
+        lambda: _Column(rows(), column, patterns), seq_len, coder, close, held_out(split)
+    )
 
 
 def _suffix(path: str) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -185,8 +186,9 @@ class _StageProgram:
         }
         self.own_functions = {place for place in own if not self.items[place].call}
         self.sees_functions = self._sees_functions(kept)
-        # whether its own functions between modules change tensors in place
-        self.changes = any(self.items[place].changed for place in own)
+        # tensors that its own functions change in place before its first module call
+        before = takewhile(lambda place: not self.items[place].call, own)
+        self.changes = {number for place in before for number in self.items[place].writes}
 
     def _sees_functions(self, kept: Collection[str]) -> bool:
         """Whether functions between module calls have to be seen that no placeholder shows: of
@@ -224,6 +226,8 @@ class _StageExecution:
     def __init__(self, owner: StageForward, program: _StageProgram, received: Mapping[int, Tensor]):
         self.owner, self.program, self.received = owner, program, received
         self.mode = _FunctionsBetween(self) if program.sees_functions else None
+        # what a placeholder does with a function that reads it; a mode has seen that function
+        self.skip = self.function if self.mode is None else None
         self.position = 0
         self.inside = False  # a module call that is done whole: nothing of ours is active
         self.placed: dict[int, Tensor] = {}
@@ -249,7 +253,7 @@ class _StageExecution:
     @contextmanager
     def active(self) -> Iterator[None]:
         """In this context the model's forward runs."""
-        self.owner.shapes.skip = self.function
+        self.owner.shapes.skip = self.skip
         try:
             with self.mode or nullcontext():
                 yield
@@ -263,7 +267,7 @@ class _StageExecution:
         try:
             yield
         finally:
-            self.inside, self.owner.shapes.skip = False, self.function
+            self.inside, self.owner.shapes.skip = False, self.skip
 
     def module(self, name: str, call: Callable, args: tuple, kwargs: dict) -> tuple[Any, bool]:
         """(what a call of a module gives, whether an earlier stage runs it)."""
@@ -325,9 +329,8 @@ class _StageExecution:
     def _check_received(self) -> None:
         """Refuse a function that changed a received tensor in place, and did so on its own stage
         already: on the planned path there is none."""
-        if not self.program.changes:
-            changed = [n for n, was in self.versions.items() if self.placed[n]._version != was]
-            if changed:
+        for number, was in self.versions.items():
+            if self.placed[number]._version != was and number not in self.program.changes:
                 raise self._astray(f"a tensor changed in place before {source_line()}")
         self.versions = {}
 
