@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft._torch.forks import cuda_survives_fork
+from weft._torch.forks import autograd_survives_fork, cuda_survives_fork
 
 
 def test_it_is_a_child_that_torch_asks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -13,3 +13,14 @@ def test_it_is_a_child_that_torch_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda_survives_fork() is not torch.cuda.is_initialized()
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     assert not cuda_survives_fork()
+
+
+def test_a_child_tries_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.ones((), requires_grad=True).backward()  # no GPU, so no thread of one
+    assert autograd_survives_fork()
+
+    def refuse(self: torch.Tensor) -> None:
+        raise RuntimeError("Unable to handle autograd's threading")
+
+    monkeypatch.setattr(torch.Tensor, "backward", refuse)
+    assert not autograd_survives_fork()

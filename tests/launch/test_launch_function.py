@@ -152,3 +152,6 @@ def test_gpus_are_forked_to_only_where_cuda_is_untouched(monkeypatch: pytest.Mon
     assert (started["start"], started["backend"]) == ("spawn", "nccl")
     weft.launch(lambda: None, layout="dp4")  # more ranks than GPUs
     assert (started["start"], started["backend"]) == ("fork", "gloo")
+    monkeypatch.setattr(launch_function, "autograd_survives_fork", lambda: False)
+    weft.launch(where, 1.0, layout="dp4")
+    assert (started["start"], started["backend"]) == ("spawn", "gloo")

@@ -1,5 +1,5 @@
-"""Whether forked processes can use CUDA. `torch.cuda` says so in a child alone, under a private
-name."""
+"""Whether forked processes can use CUDA, and autograd. `torch.cuda` says so in a child alone, under
+a private name."""
 
 from __future__ import annotations
 
@@ -14,4 +14,17 @@ def cuda_survives_fork() -> bool:
     child = os.fork()
     if child == 0:
         os._exit(int(torch.cuda._is_in_bad_fork()))
+    return os.waitpid(child, 0)[1] == 0
+
+
+def autograd_survives_fork() -> bool:
+    """Whether a process that is forked now can run a backward, on any device. Where GPUs are
+    visible, the first backward of a process starts a thread for each, even one on the CPU."""
+    child = os.fork()
+    if child == 0:
+        try:
+            torch.ones((), requires_grad=True).backward()
+        except RuntimeError:
+            os._exit(1)
+        os._exit(0)
     return os.waitpid(child, 0)[1] == 0

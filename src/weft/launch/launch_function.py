@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft._torch.forks import cuda_survives_fork
+from weft._torch.forks import autograd_survives_fork, cuda_survives_fork
 from weft._torch.trees import tree_map
 from weft.core import ConfigError, Layout
 
@@ -114,7 +114,11 @@ def _backend(world: int, device: str | None) -> Backend:
 
 def _start_method(function: Callable[..., Any], backend: Backend) -> StartMethod:
     """How the ranks begin. Raises ConfigError."""
-    used = torch.cuda.is_initialized() or (backend == "nccl" and not cuda_survives_fork())
+    used = (
+        torch.cuda.is_initialized()
+        or (backend == "nccl" and not cuda_survives_fork())
+        or (torch.cuda.device_count() > 0 and not autograd_survives_fork())
+    )
     if sys.platform == "linux" and not used:
         return "fork"
     if _is_importable(function):
