@@ -94,7 +94,9 @@ def trained_teacher(options: argparse.Namespace) -> nn.Module:
     """Of that checkpoint, in this one process."""
     model = make_teacher()
     plan = weft.plan(model, "dp1", batch=1, loss=next_token)
-    engine = weft.Engine(model, plan, optimizer=torch.optim.AdamW, loss=next_token)
+    engine = weft.Engine(
+        model, plan, optimizer=torch.optim.AdamW, loss=next_token, device="cpu"
+    )  # so that the next ranks can be forked
     weft.checkpoint.load(engine, f"{options.output}/teacher")
     return model
 
