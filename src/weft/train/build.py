@@ -284,7 +284,7 @@ def _named_table(
 def build_optimizer(run: RunConfig) -> OptimizerFactory:
     """The optimizer of [optimizer], as a function of named parameters. Raises ConfigError."""
     table = run.optimizer
-    kind: str | Callable[..., Any] = table.name
+    kind: str | Callable[..., Any] = str(table.name)
     if table.build is not None:
         kind = resolve_callable(table.build, run.folder, "optimizer.build")
     return make_optimizer(
