@@ -117,6 +117,26 @@ def test_dump_and_load_are_inverse(tmp_path: Path) -> None:
     assert type(again.train.clip) is float
 
 
+@pytest.mark.parametrize(
+    ("table", "name"),
+    [
+        ("[optimizer]", "adamw"),
+        ('[optimizer]\nname = "lion"', "lion"),
+        ('[optimizer]\nbuild = "torch.optim:Adadelta"', None),
+        ('[optimizer]\nbuild = "torch.optim:SGD"\nupdates_each = "element"', None),
+    ],
+)
+def test_an_optimizer_is_written_and_read_back(
+    tmp_path: Path, table: str, name: str | None
+) -> None:
+    run = load(tmp_path, RUN.replace("[optimizer]", table))
+    again = run_config.load_run(write(tmp_path, toml.dump_toml(run), "run.toml"))
+    assert again == run == again.with_steps(20)
+    assert again.with_steps(5).train.steps == 5
+    assert again.optimizer.name == name
+    build.build_optimizer(again)
+
+
 # ---- refusals ------------------------------------------------------------------------------------
 
 

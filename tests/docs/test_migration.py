@@ -8,9 +8,31 @@ from typing import Any
 
 import pytest
 
+from tests.run_files import TINY
 from weft.core import RunConfig, load_run
+from weft.train import build_dataset, sample_batch
 
 DOCS = Path(__file__).parents[2] / "docs"
+COLLATOR = """
+import torch
+from tokenizers import Tokenizer, models
+from transformers import DataCollatorForTokenClassification, PreTrainedTokenizerFast
+
+class Rows:
+    def __len__(self):
+        return 64
+    def __getitem__(self, i):
+        ids = torch.arange(3 + i % 9)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+words = Tokenizer(models.WordLevel({"pad": 0}, unk_token="pad"))
+collator = DataCollatorForTokenClassification(
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="pad")
+)
+
+def padded(samples):
+    return dict(collator(samples))
+"""
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -39,6 +61,22 @@ def test_the_run_file_of_the_page_is_one(tmp_path: Path) -> None:
         64,
         1e-5,
     )
+
+
+def test_a_collator_of_transformers_goes_where_the_page_says(tmp_path: Path) -> None:
+    """It pads the inputs of samples of several lengths."""
+    text = (DOCS / "from_trainer.md").read_text(encoding="utf-8")
+    (named,) = re.findall(
+        r"^\| `data_collator` \| `(data\.\w+) = \"my_module:padded\"`", text, re.M
+    )
+    (tmp_path / "collator_of_page_test.py").write_text(COLLATOR)
+    table = '{ build = "collator_of_page_test:Rows" }'
+    file = tmp_path / "run.toml"
+    file.write_text(TINY, encoding="utf-8")
+    run = load_run(file, {"data": table, named: "collator_of_page_test:padded"})
+    batch = sample_batch(run, build_dataset(run))
+    assert batch["input_ids"].tolist() == [[0, 1, 2, 0], [0, 1, 2, 3]]
+    assert batch["labels"].tolist() == [[0, 1, 2, -100], [0, 1, 2, 3]]
 
 
 def unknown_keys(text: str) -> list[str]:

@@ -137,6 +137,15 @@ def test_one_that_looks_at_all_parameters_runs_where_ranks_have_them(pool: Any) 
     assert result.passed, result
 
 
+@pytest.mark.parametrize("kind", [Normed, Globally])
+def test_a_mark_that_is_not_true_is_believed_in_python_and_does_not_verify(
+    pool: Any, kind: type
+) -> None:
+    case = replace(DECODER.case(), optimizer=make_optimizer(kind, updates_each="element", lr=1e-2))
+    result = pool.run(check_layout, case, "fsdp2", run_reference(case, 2), world=2)[0]
+    assert not result.passed and 1e-6 < result.param_rel_err < math.inf
+
+
 def trained(layout: str, begin: int, folder: Path, steps: int = 3) -> list[float]:
     """Steps from `begin`, with a checkpoint before the first, unless it is 0, and after the
     last."""

@@ -55,6 +55,14 @@ def test_epochs_are_counted_in_full_batches(run_file: Path, epochs: str, steps: 
     assert build_data.count_steps(run) == run
 
 
+def test_epochs_of_an_optimizer_of_the_users_own(run_file: Path) -> None:
+    text = run_file.read_text()
+    run_file.write_text(
+        f'{text[: text.index("[optimizer]")]}[optimizer]\nbuild = "torch.optim:SGD"\n'
+    )
+    assert build_data.count_steps(run_config.load_run(run_file)).train.steps == 3
+
+
 def test_a_run_ends_with_its_epochs(run_file: Path) -> None:
     """By the command, and from Python; the run folder then says how many steps that were."""
     planned = CliRunner().invoke(app, ["plan", str(run_file), "--cluster", "h100x1", "--json"])

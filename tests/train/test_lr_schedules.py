@@ -12,6 +12,7 @@ from tests.mutants import Mutant, mutated
 from weft.core import ConfigError, load_run
 from weft.core.run_config import RunConfig
 from weft.train import build, run_checks
+from weft.train.trainer import train
 from weft.verification.training_check import rate_faults, rate_text, short_run
 
 RUN = """
@@ -46,6 +47,10 @@ def nothing():
     return None
 def text():
     return lambda step: "fast"
+def divides(by, steps):
+    return lambda step: steps / (by - step) if step == by else 1.0
+def falls(to, steps):
+    return lambda step: to if step == steps - 1 else 1.0
 """
 
 
@@ -108,6 +113,14 @@ def test_a_fault_of_a_schedule_is_seen(
         assert rate_faults(load(tmp_path, **rules))
 
 
+def test_a_fault_of_the_last_step_is_seen(tmp_path: Path) -> None:
+    run = load(tmp_path, steps=25_000)
+    assert not rate_faults(run)
+    last = "return 1.0 if step < steps - 1 else 0.5"
+    with mutated(Mutant("weft.train.lr_schedule", "lr_factor", "return 1.0", last)):
+        assert "step 24999: factor 0.5, not 1" in str(rate_faults(run))
+
+
 @pytest.mark.parametrize(
     ("rules", "problem"),
     [
@@ -152,6 +165,34 @@ def test_schedules_of_their_own_that_no_run_could_resume(
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         run_checks.check_lr_schedule(own(tmp_path, name))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 1000, 2001, 2500])
+def test_the_last_step_is_tried(tmp_path: Path, steps: int) -> None:
+    run = own(tmp_path, "falls", "to = -1.0").with_steps(steps)
+    with pytest.raises(ConfigError, match=f"its function returns -1.0 for step {steps - 1}"):
+        run_checks.check_lr_schedule(run)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "says"),
+    [
+        ("divides", "by = 2", "its function fails at step 2: ZeroDivisionError: division by zero"),
+        ("falls", "to = nan", "its function returns nan for step 3"),
+        ("falls", "to = -0.5", "its function returns -0.5 for step 3"),
+    ],
+)
+def test_a_schedule_that_fails_while_a_run_trains(
+    tmp_path: Path, name: str, argument: str, says: str
+) -> None:
+    """As at a step that was not tried before."""
+    text = f'{RUN}[lr_schedule]\nbuild = "own_schedules:{name}"\n{argument}\n'
+    run = load(tmp_path, text, steps=4, threads=1)
+    run = run.model_copy(update={"output": str(tmp_path / "out")})
+    with pytest.raises(ConfigError) as found:
+        train(run, False)
+    assert f"lr_schedule.build = 'own_schedules:{name}': {says}." in str(found.value)
+    assert "\n" not in str(found.value)
 
 
 def test_one_schedule_at_a_time(tmp_path: Path) -> None:

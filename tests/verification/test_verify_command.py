@@ -81,9 +81,20 @@ def test_a_loss_that_is_a_mean_of_its_own_rank_is_refused() -> None:
         weft.verify(make, plan, batch, loss=lambda o, b: (loss(o, b)[0] ** 2, torch.tensor(1.0)))
 
 
-@pytest.mark.parametrize("name", ["quickstart.toml", "images.toml", "experts.toml"])
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.name)
+def test_examples_are_not_refused(path: Path) -> None:
+    """As far as that needs no files beside them."""
+    run = build_data.count_steps(run_config.load_run(path))
+    assert run.train.steps > 0
+    build.build_loss(run)
+    build.build_optimizer(run)
+
+
+@pytest.mark.parametrize(
+    "name", ["quickstart.toml", "images.toml", "experts.toml", "mnist.toml", "pipeline.toml"]
+)
 def test_examples_are_complete(name: str) -> None:
-    run = run_config.load_run(EXAMPLES / name)
+    run = build_data.count_steps(run_config.load_run(EXAMPLES / name))
     (plan,) = run_checks.check_run(run)
     assert plan.layout.world > 1
     batch = next(Loader(build_data.build_dataset(run), run.train.batch, 0))

@@ -43,6 +43,7 @@ from .toml import CallableTable, Strings, TomlTable, exactly_one, table_error, t
 from .train_config import TrainConfig
 
 DEFAULT_LOSS = "weft.losses:next_token"
+DEFAULT_OPTIMIZER = "adamw"
 # of [train], which say what the learning rate of a step is
 RATE_KEYS = (
     "warmup",
@@ -192,7 +193,11 @@ class LRScheduleConfig(CallableTable):
 class OptimizerConfig(CallableTable):
     """[optimizer]"""
 
-    name: str = Field(default="adamw", description="an optimizer of docs/optimizers.md")
+    # None beside build alone
+    name: str | None = Field(
+        default=None,
+        description="an optimizer of docs/optimizers.md (default adamw, if build names none)",
+    )
     build: str | None = Field(
         default=None,
         description=(
@@ -226,12 +231,19 @@ class OptimizerConfig(CallableTable):
         ),
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, table: object) -> object:
+        if isinstance(table, dict) and table.get("name") is None and table.get("build") is None:
+            return {**table, "name": DEFAULT_OPTIMIZER}
+        return table
+
     @model_validator(mode="after")
     def _one(self) -> Self:
-        if ":" in self.name:
+        if self.name is not None and ":" in self.name:
             problem, fix = "is code, not the name of an optimizer", f'write build = "{self.name}"'
             raise table_error(problem, fix, name=self.name)
-        if self.build is not None and "name" in self.model_fields_set:
+        if self.build is not None and self.name is not None:
             raise table_error("is given beside build", "leave one of them out", name=self.name)
         if self.build is None and self.updates_each is not None:
             fix = "leave it out: of the optimizers that weft knows it is known"

@@ -52,6 +52,7 @@ from .loggers import (
     TensorBoard as TensorBoard,
     Wandb as Wandb,
 )
+from .lr_schedule import tried_steps as tried_steps
 from .megatron_files import MappedTokens as MappedTokens, megatron as megatron
 from .metrics import (
     highest_over_ranks as highest_over_ranks,

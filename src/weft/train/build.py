@@ -284,7 +284,7 @@ def _named_table(
 def build_optimizer(run: RunConfig) -> OptimizerFactory:
     """The optimizer of [optimizer], as a function of named parameters. Raises ConfigError."""
     table = run.optimizer
-    kind: str | Callable[..., Any] = table.name
+    kind: str | Callable[..., Any] = str(table.name)
     if table.build is not None:
         kind = resolve_callable(table.build, run.folder, "optimizer.build")
     return make_optimizer(
@@ -311,7 +311,7 @@ def model_inputs(run: RunConfig, model: nn.Module) -> tuple[str, ...] | None:
 
 def build_lr_factor(run: RunConfig) -> Callable[[int], float]:
     """The function from a step, counted from 0, to the factor of the learning rate. Raises
-    ConfigError."""
+    ConfigError, as does a user's function where it fails."""
     name = run.lr_schedule.build
     t = run.train
     if name is None:
@@ -334,7 +334,7 @@ def build_lr_factor(run: RunConfig) -> Callable[[int], float]:
         problem = f"returns {type(made).__name__}, which cannot be called"
         fix = "return a function from a step to the factor of the learning rate"
         raise ConfigError("lr_schedule.build", name, problem, fix)
-    return lambda step: float(made(step))
+    return lr_schedule.checked(made, name)
 
 
 def check_lr_schedule(run: RunConfig) -> None:

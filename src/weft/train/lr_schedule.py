@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from weft.core import ConfigError
 
@@ -49,14 +50,20 @@ def lr_factor(
     return min_ratio + (1 - min_ratio) * falling
 
 
+def tried_steps(steps: int, most: int) -> list[int]:
+    """About `most` of so many steps, the first and the last among them."""
+    return sorted({*range(0, steps, max(1, steps // most)), steps - 1})
+
+
 def check_factors(build: Callable[[], Factor], name: str, steps: int) -> None:
     """Refuse a user's function whose factors are no numbers, or depend on the calls before. A run
-    that resumes calls it for the first time in the middle. Raises ConfigError."""
+    that resumes calls it for the first time in the middle. `build`: makes it, `checked`. Raises
+    ConfigError."""
     forward, backward = build(), build()
-    tried = range(0, steps, max(1, steps // MOST_CHECKED))
-    found = {step: _factor(forward, step, name) for step in tried}
+    tried = tried_steps(steps, MOST_CHECKED)
+    found = {step: forward(step) for step in tried}
     for step in reversed(tried):
-        if (again := _factor(backward, step, name)) != found[step]:
+        if (again := backward(step)) != found[step]:
             problem = (
                 f"returns {found[step]:.9g} for step {step}, and {again:.9g} where steps are asked"
                 " for in another order"
@@ -65,14 +72,21 @@ def check_factors(build: Callable[[], Factor], name: str, steps: int) -> None:
             raise ConfigError("lr_schedule.build", name, problem, fix)
 
 
-def _factor(function: Factor, step: int, name: str) -> float:
+def checked(function: Callable[[int], Any], name: str) -> Factor:
+    """A user's function, which raises ConfigError where it fails or returns no factor. `name`: as
+    the run file has it."""
     fix = "return a function from a step to a number that is not negative"
-    try:
-        value = float(function(step))
-    except Exception as error:  # a user's function may fail in any way
-        problem = f"its function fails at step {step}: {type(error).__name__}: {error}"
-        raise ConfigError("lr_schedule.build", name, problem, fix) from error
-    if not 0 <= value < math.inf:
-        problem = f"its function returns {value} for step {step}"
-        raise ConfigError("lr_schedule.build", name, problem, fix)
-    return value
+
+    def factor(step: int) -> float:
+        try:
+            value = float(function(step))
+        except Exception as error:  # a user's function may fail in any way
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            problem = f"its function fails at step {step}: {said}"
+            raise ConfigError("lr_schedule.build", name, problem, fix) from error
+        if not 0 <= value < math.inf:
+            problem = f"its function returns {value} for step {step}"
+            raise ConfigError("lr_schedule.build", name, problem, fix)
+        return value
+
+    return factor

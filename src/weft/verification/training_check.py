@@ -26,7 +26,7 @@ from weft.checkpoint import CHECKPOINTS, CheckpointReader, checkpoint_path, read
 from weft.core import ConfigError, Plan, RunConfig, WorkerDied
 from weft.engine import Float64Mode
 from weft.launch import ScratchFolder, run_workers
-from weft.train import METRICS, build_lr_factor, on_own_layout, train
+from weft.train import METRICS, build_lr_factor, on_own_layout, train, tried_steps
 
 from .case import Batch, Case, to_float64
 from .difference import Bounds
@@ -197,7 +197,7 @@ def rate_text(run: RunConfig) -> str:
 def rate_faults(run: RunConfig) -> list[str]:
     """What is wrong with the learning rates of the whole run."""
     t, factor, defined = run.train, build_lr_factor(run), defined_rates(run)
-    for step in range(0, t.steps, max(1, t.steps // MOST_RATES)):
+    for step in tried_steps(t.steps, MOST_RATES):
         want = defined(step)
         if abs(factor(step) - want) > 1e-12:
             return [f"learning rate of step {step}: factor {factor(step):.9g}, not {want:.9g}"]
