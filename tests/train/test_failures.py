@@ -124,6 +124,22 @@ def test_a_run_that_is_told_to_stop_says_that_it_goes_on(
     assert steps_of(tmp_path) == list(range(1, STEPS + 1))
 
 
+@pytest.mark.grid(1)
+def test_all_processes_of_a_run_that_reads_ahead_may_be_told_to_stop(tmp_path: Path) -> None:
+    """As SLURM does at its time limit: those that read are among them."""
+    with begun(tmp_path, "dp2", "--set", "data.workers=2", "--set", "data.prefetch=1") as process:
+        while len(steps_of(tmp_path)) < 3:
+            time.sleep(0.01)
+        ranks = children(process.pid)
+        readers = [pid for rank in ranks for pid in children(rank)]
+        assert len(readers) == 4
+        for pid in [*readers, *ranks, process.pid]:
+            os.kill(pid, signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output
+    assert 3 <= checkpoint.read_index(tmp_path / "out" / "checkpoints").step < STEPS
+
+
 @pytest.mark.slow
 def test_a_rank_that_stops_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
     with begun(tmp_path, "dp2", "--set", "train.hang_s=2") as process:

@@ -20,7 +20,7 @@ from tests.run_files import TINY
 from weft.core import DataError, Refusal, WeftError
 from weft.core.run_config import load_run
 from weft.train.data import Loader
-from weft.train.prefetch import prefetched
+from weft.train.prefetch import Prefetcher, prefetched
 from weft.train.sample_stream import Stream
 from weft.train.stream_loader import AnyLoader, StreamLoader
 from weft.train.trainer import train
@@ -51,6 +51,8 @@ class Rows:
         if index == self.odd and os.getpid() != PARENT:
             if self.of == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.of == "wait":
+                time.sleep(1000)
             if self.of == "refuse":
                 raise DataError("row", index, "is torn", "mend it")
             raise LookupError("there is no such row")
@@ -94,11 +96,64 @@ def test_processes_end_with_the_training(monkeypatch: pytest.MonkeyPatch) -> Non
         next(loader)  # type: ignore[call-overload]
         mine = {*multiprocessing.active_children()} - others
         assert len(mine) == 2
+    gone({process.pid for process in mine})
+    assert signal.getsignal(signal.SIGCHLD) == handler
+
+
+def gone(pids: set[int | None]) -> None:
+    """Waits for processes to end."""
     deadline = time.monotonic() + 20
-    while mine & {*multiprocessing.active_children()}:
+    while any(running(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert signal.getsignal(signal.SIGCHLD) == handler
+
+
+def running(pid: int | None) -> bool:
+    multiprocessing.active_children()  # has those of this process collected
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_what_stops_a_run_does_not_end_its_processes() -> None:
+    others = {*multiprocessing.active_children()}
+    with prefetched(mapped(), 2, 2, False) as loader:
+        first = take(loader, 1)
+        mine = {*multiprocessing.active_children()} - others
+        for process in mine:
+            os.kill(process.pid or 0, signal.SIGTERM)
+        assert first + take(loader, 29) == take(mapped(), 30)
+
+
+def stuck() -> AnyLoader:
+    """Its second batch is never made."""
+    return Loader(Rows(take(mapped(), 2)[1][0][0], "wait"), 4, seed=3)
+
+
+def test_a_process_that_is_stuck_ends_with_the_training() -> None:
+    others = {*multiprocessing.active_children()}
+    with prefetched(stuck(), 1, 2, False) as loader:
+        next(loader)  # type: ignore[call-overload]
+        mine = {*multiprocessing.active_children()} - others
+        began = time.monotonic()
+    assert len(mine) == 1 and time.monotonic() - began < 8  # 5 of them are torch's
+    assert not any(process.is_alive() for process in mine)
+
+
+def test_a_process_that_is_stuck_ends_with_a_rank_that_dies() -> None:
+    context = multiprocessing.get_context("fork")
+    told, tells = context.Pipe(False)
+    rank = context.Process(target=die_while_it_reads, args=(tells,))
+    rank.start()
+    gone({told.recv()})
+
+
+def die_while_it_reads(tells: Any) -> None:
+    loader = Prefetcher(stuck(), 1, 2, False)
+    next(loader)
+    tells.send(multiprocessing.active_children()[0].pid)
+    os._exit(1)
 
 
 @pytest.mark.parametrize(

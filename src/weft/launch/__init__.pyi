@@ -26,6 +26,7 @@ from .local_workers import (
 from .log import log_line as log_line
 from .rank_process import (
     Backend as Backend,
+    follow_parent as follow_parent,
     rendezvous_store as rendezvous_store,
     replica_slot as replica_slot,
     usable_cores as usable_cores,

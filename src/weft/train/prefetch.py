@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import multiprocessing
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch
@@ -14,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from weft._torch.data_workers import hide_worker_info
 from weft.core import Refusal, WeftError
+from weft.launch import follow_parent
 
 from .stream_loader import AnyLoader
 
@@ -100,7 +106,8 @@ class Prefetcher(Iterator[dict[str, Tensor]]):
             num_workers=self._workers,
             prefetch_factor=self._ahead,
             pin_memory=self._pinned,
-            worker_init_fn=_plain_signals,
+            multiprocessing_context=_readers(),
+            worker_init_fn=partial(_outlive_signals, os.getpid()),
             # its seed would be drawn from this process's random numbers else
             generator=torch.Generator().manual_seed(self.step),
         )
@@ -134,7 +141,24 @@ class _MadeAhead(IterableDataset):
             loader.step += info.num_workers - 1
 
 
-def _plain_signals(worker: int) -> None:
-    """A process that reads is ended with the one that trains, and not by what stops a run."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+class _Reader(multiprocessing.Process):
+    """A process that ignores SIGTERM."""
+
+    def terminate(self) -> None:
+        """What torch calls of a process that does not end when it is told to."""
+        self.kill()
+
+
+def _readers() -> BaseContext:
+    """How processes are started, but that each is a _Reader."""
+    context = copy.copy(multiprocessing.get_context())
+    context.Process = _Reader  # type: ignore[misc]
+    return context
+
+
+def _outlive_signals(parent: int, worker: int) -> None:
+    """A process that reads ends with the one that trains, and not by a signal that stops the run:
+    SLURM sends it to all processes of a job, and a batch more is read before the run stops."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=follow_parent, args=(parent,), daemon=True).start()
