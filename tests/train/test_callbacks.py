@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,30 @@ class Breaks(Callback):
         setattr(self, method, fails)
 
 
+class Slow:
+    """Sleeps on rank 0, in each method once."""
+
+    def __init__(self) -> None:
+        self._slept: set[str] = set()
+
+    def _sleep(self, method: str, run: WatchedRun) -> None:
+        if run.rank == 0 and method not in self._slept:
+            self._slept.add(method)
+            time.sleep(3)
+
+    def on_run_begin(self, run: WatchedRun) -> None:
+        self._sleep("begin", run)
+
+    def on_step_end(self, run: WatchedRun, *others: Any) -> None:
+        self._sleep("step", run)
+
+    def on_checkpoint_saved(self, run: WatchedRun, step: int) -> None:
+        self._sleep("checkpoint", run)
+
+    def on_run_end(self, run: WatchedRun) -> None:
+        self._sleep("end", run)
+
+
 class Misspelt:
     def on_step_ends(self, run: WatchedRun, result: weft.StepResult, metrics: Any) -> None: ...
 
@@ -144,6 +169,12 @@ def test_every_rank_calls_them_at_the_same_points(tmp_path: Path, pool: Pool, ax
         assert {e[1]: e[2] for e in called if e[0] == "validation"} == validations
         logged = [entry[1] for entry in called if entry[0] == "log"]
         assert logged == ([line["step"] for line in lines] if rank == 0 else [])
+
+
+def test_one_that_is_slow_is_no_hang(tmp_path: Path, pool: Pool) -> None:
+    run = watched(tmp_path, "dp2", callback("Slow"), train__hang_s=1.2)
+    pool.run(train, run, False, world=2)
+    assert diary(tmp_path / "diary", 1)[-1] == ["end", 6, None]
 
 
 # ---- stopping ------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -111,6 +112,7 @@ class Callbacks:
     Args:
         callbacks: objects with methods of `Callback`.
         engine: what trains.
+        around: a context for calls, which may take long: `Watchdog.rare`.
         further: of `WatchedRun`: steps, folder, config, say.
 
     Example:
@@ -122,10 +124,16 @@ class Callbacks:
                     break
     """
 
-    def __init__(self, callbacks: Sequence[Any], engine: TrainingEngine, **further: Any):
+    def __init__(
+        self,
+        callbacks: Sequence[Any],
+        engine: TrainingEngine,
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
+        **further: Any,
+    ):
         for each in callbacks:
             check_callback(each, "callbacks", type(each).__name__)
-        self.run = WatchedRun(engine, **further)
+        self.run, self._around = WatchedRun(engine, **further), around
         self._live, self._error = list(callbacks), ""
         # weft's own loggers end no run, and ranks need not exchange what they want
         self._any = any(getattr(each, "can_stop", True) for each in callbacks)
@@ -187,7 +195,8 @@ class Callbacks:
             if function is None:
                 continue
             try:
-                function(self.run, *arguments)
+                with self._around():
+                    function(self.run, *arguments)
             except Exception as error:  # a user's code may fail in any way
                 kind = type(callback)
                 self._live.remove(callback)
