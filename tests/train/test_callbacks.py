@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import weft
 from tests.run_files import TINY
 from tests.train.test_trainer import make, saved
-from weft.callbacks import Callback, Callbacks, EarlyStopping, WatchedRun
+from weft.callbacks import Callback, Callbacks, Csv, EarlyStopping, WatchedRun
 from weft.checkpoint import latest_step
 from weft.cli.app import app
 from weft.core.errors import NO_CODE, ConfigError, WeftError, WorkerDied
@@ -73,6 +73,14 @@ class Stops:
     def on_step_end(self, run: WatchedRun, result: weft.StepResult, metrics: Any) -> None:
         if (run.step, run.rank) == (self.step, self.rank):
             run.stop("it is enough")
+
+
+class CsvThatStops(Csv):
+    """Asks one rank to stop the run, and is of weft's own but for that."""
+
+    def on_step_end(self, run: WatchedRun, result: weft.StepResult, metrics: Any) -> None:
+        if run.step == 2 and run.rank == 1:
+            run.stop("rows are enough")
 
 
 class Breaks(Callback):
@@ -196,6 +204,33 @@ def test_one_rank_stops_them_all_after_the_same_step(tmp_path: Path, pool: Pool,
 def test_a_stopped_run_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert train(watched(tmp_path, "dp1", callback("Stops", step=2, rank=0)), False) is False
     assert re.search("^stopped +it is enough$", capfd.readouterr().out, re.M)
+
+
+def test_one_that_derives_from_a_logger_stops_the_run(tmp_path: Path, pool: Pool) -> None:
+    run = watched(tmp_path, "dp2", train__loggers=[])
+    table = run.train.model_copy(update={"callbacks": (callback("CsvThatStops"),)})
+    pool.run(train, run.model_copy(update={"train": table}), False, world=2)
+    assert latest_step(Path(run.output) / "checkpoints") == 2
+
+
+def test_ranks_exchange_nothing_for_weft_s_own_loggers() -> None:
+    engine: Any = None
+    assert not Callbacks([Csv()], engine)._any
+    assert Callbacks([Csv(), CsvThatStops()], engine)._any
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [("", "a callback stopped it"), (None, "a callback stopped it"), (7, "7")],
+)
+def test_any_reason_stops_a_run(reason: Any, said: str) -> None:
+    engine: Any = None
+    callbacks = Callbacks([Stops(step=1, rank=0)], engine)
+    callbacks.run.stop(torch.tensor(1.5))
+    assert callbacks.ends() and callbacks.run.stop_reason == "tensor(1.5000)"
+    callbacks = Callbacks([Stops(step=1, rank=0)], engine)
+    callbacks.run.stop(reason)
+    assert callbacks.ends() and callbacks.run.stop_reason == said
 
 
 def test_early_stopping_waits_for_what_is_better(tmp_path: Path) -> None:

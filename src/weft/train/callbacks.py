@@ -50,10 +50,11 @@ class WatchedRun:
         """Optimizer steps done."""
         return self.engine.steps_done
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: object) -> None:
         """End the run after this step, or the next one that is logged, validated or saved. One rank
         is enough."""
-        self.stop_reason = self.stop_reason or reason
+        said = "" if reason is None else " ".join(str(reason).split())
+        self.stop_reason = self.stop_reason or said or "a callback stopped it"
 
 
 class Callback:
@@ -135,8 +136,9 @@ class Callbacks:
             check_callback(each, "callbacks", type(each).__name__)
         self.run, self._around = WatchedRun(engine, **further), around
         self._live, self._error = list(callbacks), ""
-        # weft's own loggers end no run, and ranks need not exchange what they want
-        self._any = any(getattr(each, "can_stop", True) for each in callbacks)
+        # weft's own loggers end no run, and ranks need not exchange what they want; a class that
+        # derives from one may end it
+        self._any = any(vars(type(each)).get("can_stop", True) for each in callbacks)
         self.failed = ""  # on every rank, what a callback of one of them has raised
 
     def step_end(self, result: StepResult, metrics: Line | None = None) -> None:

@@ -36,7 +36,8 @@ class Logger(ABC):
     name: ClassVar[str]
     package: ClassVar[str] = ""  # that it needs
     extra: ClassVar[str] = ""  # that installs it
-    can_stop: ClassVar[bool] = False  # so that ranks need not exchange what their callbacks want
+    # of each of weft's own, so that ranks need not exchange what their callbacks want
+    can_stop: ClassVar[bool]
     run: WatchedRun
 
     def __init__(self) -> None:
@@ -152,6 +153,7 @@ class TensorBoard(Logger):
     """Events for TensorBoard, in the run folder."""
 
     name, package, extra = "tensorboard", "tensorboard", "weft[tensorboard]"
+    can_stop = False
     _writer: Any = None
 
     def on_run_begin(self, run: WatchedRun) -> None:
@@ -181,6 +183,7 @@ class Csv(Logger):
     """metrics.csv in the run folder: a row for each line, a column for each metric."""
 
     name = "csv"
+    can_stop = False
 
     def on_run_begin(self, run: WatchedRun) -> None:
         super().on_run_begin(run)
@@ -242,6 +245,7 @@ class Wandb(Logger):
     """
 
     name, package, extra = "wandb", "wandb", "weft[wandb]"
+    can_stop = False
 
     def __init__(
         self,
@@ -294,6 +298,7 @@ class Mlflow(Logger):
     """
 
     name, package, extra = "mlflow", "mlflow", "weft[mlflow]"
+    can_stop = False
 
     def __init__(
         self,
