@@ -103,13 +103,10 @@ class Slow:
     def _sleep(self, method: str, run: WatchedRun) -> None:
         if run.rank == 0 and method not in self._slept:
             self._slept.add(method)
-            time.sleep(3)
+            time.sleep(5)
 
     def on_run_begin(self, run: WatchedRun) -> None:
         self._sleep("begin", run)
-
-    def on_step_end(self, run: WatchedRun, *others: Any) -> None:
-        self._sleep("step", run)
 
     def on_checkpoint_saved(self, run: WatchedRun, step: int) -> None:
         self._sleep("checkpoint", run)
@@ -180,7 +177,7 @@ def test_every_rank_calls_them_at_the_same_points(tmp_path: Path, pool: Pool, ax
 
 
 def test_one_that_is_slow_is_no_hang(tmp_path: Path, pool: Pool) -> None:
-    run = watched(tmp_path, "dp2", callback("Slow"), train__hang_s=1.2)
+    run = watched(tmp_path, "dp2", callback("Slow"), train__hang_s=3)
     pool.run(train, run, False, world=2)
     assert diary(tmp_path / "diary", 1)[-1] == ["end", 6, None]
 
@@ -247,6 +244,32 @@ def test_early_stopping_waits_for_what_is_better(tmp_path: Path) -> None:
         assert run.stop_reason is None
     higher.on_validation_end(run, {"val_accuracy": 0.3})
     assert run.stop_reason
+
+
+EARLY = "weft.callbacks:EarlyStopping"
+
+
+def test_a_metric_of_no_validation_is_refused(tmp_path: Path) -> None:
+    for entry in (EARLY, {"name": EARLY, "metric": "val_accuracy"}):
+        run = make(tmp_path)
+        table = run.train.model_copy(update={"callbacks": (entry,)})
+        run = run.model_copy(update={"train": table})
+        with pytest.raises(ConfigError, match="eval_every = 0: EarlyStopping waits for val_"):
+            build.build_callbacks(run)
+        table = run.train.model_copy(update={"eval_every": 2})
+        assert build.build_callbacks(run.model_copy(update={"train": table}))
+
+
+@pytest.mark.parametrize("metric", ["val_los", "los"])
+def test_a_metric_that_never_came_is_named_at_the_end(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], metric: str
+) -> None:
+    entries = ({"name": EARLY, "metric": metric}, EARLY)
+    train(watched(tmp_path, "dp1", *entries, train__eval_every=3, train__log_every=2), False)
+    said = " ".join(capfd.readouterr().out.split())
+    assert said.count("never came") == 1, said
+    hint = f'{metric} never came, so EarlyStopping looked at nothing: did you mean "{metric}s"?'
+    assert hint in said, said
 
 
 # ---- one that raises -----------------------------------------------------------------------------

@@ -61,6 +61,10 @@ class Callback:
     """What is called while a run trains: every rank calls each method that a callback has. A class
     need not derive from this one, and has the methods that it needs."""
 
+    def check_run(self, config: Mapping[str, Any]) -> None:
+        """Before any process of `weft train` starts, with the tables of the run file. Raises
+        ConfigError where this callback would be of no use."""
+
     def on_run_begin(self, run: WatchedRun) -> None:
         """Before the first step; after a checkpoint was loaded, if the run is resumed."""
 
@@ -232,16 +236,32 @@ class EarlyStopping:
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
         self.sign = 1 if mode == "min" else -1
         self.best, self.worse = math.inf, 0
+        self.came: set[str] = set()  # metrics
+
+    def check_run(self, config: Mapping[str, Any]) -> None:
+        every = config["train"]["eval_every"]
+        if self.metric.startswith("val_") and not every:
+            problem = f"EarlyStopping waits for {self.metric}, and the run has no validation"
+            fix = 'set it to a number of steps, or give EarlyStopping metric = "loss"'
+            raise ConfigError("train.eval_every", every, problem, fix)
 
     def on_step_end(self, run: WatchedRun, result: StepResult, metrics: Line | None) -> None:
-        if metrics is not None and self.metric in metrics:
-            self._look(run, metrics[self.metric])
+        if metrics is not None:
+            self._look(run, metrics)
 
     def on_validation_end(self, run: WatchedRun, metrics: Line) -> None:
-        if self.metric in metrics:
-            self._look(run, metrics[self.metric])
+        self._look(run, metrics)
 
-    def _look(self, run: WatchedRun, value: float) -> None:
+    def on_run_end(self, run: WatchedRun) -> None:
+        if self.metric not in self.came:
+            hint = f": {nearest(self.metric, self.came)}" if self.came else ""
+            run.say(f"{self.metric} never came, so EarlyStopping looked at nothing{hint}")
+
+    def _look(self, run: WatchedRun, metrics: Line) -> None:
+        self.came |= metrics.keys()
+        if self.metric not in metrics:
+            return
+        value = metrics[self.metric]
         if self.sign * value < self.best - self.min_delta:
             self.best, self.worse = self.sign * value, 0
             return
