@@ -15,6 +15,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
@@ -22,6 +23,7 @@ import pytest
 import torch
 
 from weft import checkpoint
+from weft.callbacks import Callbacks, Csv
 from weft.checkpoint import (
     CheckpointReader,
     Retention,
@@ -36,6 +38,7 @@ from weft.core.shards import whole_shard
 from weft.nn.weight_files import file_tensors
 from weft.train import metrics, run_folder, tokenizer
 from weft.train.run_lock import run_lock
+from weft.train.step_profiler import StepProfiler
 
 COUNT = int(os.environ.get("FUZZ", "500"))
 SOON_S = 5.0  # far more than any takes, and far less than one that waits
@@ -285,15 +288,34 @@ def test_an_engine_that_had_taken_other_steps_is_refused(run: Path) -> None:
         assert "steps_done" in said
 
 
+class FakeEngine:
+    """As much of an engine as a logger and a profiler need."""
+
+    steps_done, mesh, trace = 1, SimpleNamespace(device=torch.device("cpu")), None
+
+
 def test_nothing_is_written_through_a_link(run: Path) -> None:
     victim = run.parent / "victim"
     victim.write_text("precious")
-    for name in (".lock", ".run.toml.partial", "run.toml", "metrics.jsonl"):
+    names = (".lock", ".run.toml.partial", "run.toml", "metrics.jsonl", "metrics.csv")
+    for name in (*names, ".metrics.csv.partial", "metrics.partial", ".profile.json-0"):
         (run / name).symlink_to(victim)
+    one: Any = FakeEngine()
     with run_lock(str(run), make=True):
         files.replace_file(run / "run.toml", "mine")
     metrics.Metrics(run, 0).write({"step": 1, "loss": 2.0})
+    with Callbacks([Csv()], one, folder=run) as callbacks:
+        callbacks.log({"loss": 2.0})
+    profiler = StepProfiler(one, range(1, 2))
+    with profiler.step(1):
+        torch.ones(2)
+    assert profiler.finish(run) is not None
     assert victim.read_text() == "precious"
+    assert (run / "metrics.csv").read_text() == "step,loss\n1,2.0\n"
+    assert not [*run.glob(".profile*")]
     assert (run / "run.toml").read_text() == "mine" and not (run / "run.toml").is_symlink()
     assert json.loads((run / "metrics.jsonl").read_text()) == {"step": 1, "loss": 2.0}
+    (run / "later").symlink_to(victim)  # put there while the run writes
+    with pytest.raises(OSError):
+        files.append_file(run / "later", "mine")
     shutil.rmtree(run)

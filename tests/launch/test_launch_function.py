@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import weft
-from weft.core import ConfigError, WorkerDied
+from weft.core import ConfigError, WeftError, WorkerDied
 from weft.launch import launch_function
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
@@ -44,6 +47,45 @@ def test_results_that_nobody_wants_need_not_travel() -> None:
         return 7 if dist.get_rank() == 0 else lambda: "no pickle takes me"
 
     assert weft.launch(first, layout="dp2") == 7
+
+
+def of_a_new_module() -> object:
+    module = ModuleType("only_ranks_have_it")
+    exec("class Here: pass", module.__dict__)
+    sys.modules[module.__name__] = module
+    return module.Here()
+
+
+def of_a_new_class() -> object:
+    here = sys.modules[__name__]
+    here.Fresh = type("Fresh", (), {"__module__": __name__})  # type: ignore[attr-defined]
+    return here.Fresh()
+
+
+def of_no_class() -> object:
+    return lambda: "no pickle takes me"
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (of_no_class, "(?:Attribute|Pickling)Error: .*lambda.*"),
+        (of_a_new_module, "ModuleNotFoundError: No module named 'only_ranks_have_it'"),
+        (of_a_new_class, "AttributeError: .*Fresh.*"),
+    ],
+)
+def test_what_cannot_be_sent_back_is_one_line(function: Callable[[], object], why: str) -> None:
+    with pytest.raises(WeftError) as caught:
+        weft.launch(on_rank_1, function, layout="dp2", every_rank=True)
+    assert re.fullmatch(
+        rf"what rank 1 returned cannot be sent back \({why}\): return numbers, tensors or texts,"
+        " or save a checkpoint",
+        str(caught.value),
+    ), str(caught.value)
+
+
+def on_rank_1(function: Callable[[], object]) -> object:
+    return function() if dist.get_rank() == 1 else None
 
 
 @pytest.mark.parametrize("layout", ["dp2", "fsdp2"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 import weft
 from tests.run_files import TINY
 from tests.train.test_trainer import make, saved
-from weft.callbacks import Callback, Callbacks, EarlyStopping, WatchedRun
+from weft.callbacks import Callback, Callbacks, Csv, EarlyStopping, WatchedRun
 from weft.checkpoint import latest_step
 from weft.cli.app import app
 from weft.core.errors import NO_CODE, ConfigError, WeftError, WorkerDied
@@ -74,6 +75,14 @@ class Stops:
             run.stop("it is enough")
 
 
+class CsvThatStops(Csv):
+    """Asks one rank to stop the run, and is of weft's own but for that."""
+
+    def on_step_end(self, run: WatchedRun, result: weft.StepResult, metrics: Any) -> None:
+        if run.step == 2 and run.rank == 1:
+            run.stop("rows are enough")
+
+
 class Breaks(Callback):
     """Raises in one method on one rank after a step."""
 
@@ -83,6 +92,27 @@ class Breaks(Callback):
                 raise ValueError("no such\nfriend")
 
         setattr(self, method, fails)
+
+
+class Slow:
+    """Sleeps on rank 0, in each method once."""
+
+    def __init__(self) -> None:
+        self._slept: set[str] = set()
+
+    def _sleep(self, method: str, run: WatchedRun) -> None:
+        if run.rank == 0 and method not in self._slept:
+            self._slept.add(method)
+            time.sleep(5)
+
+    def on_run_begin(self, run: WatchedRun) -> None:
+        self._sleep("begin", run)
+
+    def on_checkpoint_saved(self, run: WatchedRun, step: int) -> None:
+        self._sleep("checkpoint", run)
+
+    def on_run_end(self, run: WatchedRun) -> None:
+        self._sleep("end", run)
 
 
 class Misspelt:
@@ -146,6 +176,12 @@ def test_every_rank_calls_them_at_the_same_points(tmp_path: Path, pool: Pool, ax
         assert logged == ([line["step"] for line in lines] if rank == 0 else [])
 
 
+def test_one_that_is_slow_is_no_hang(tmp_path: Path, pool: Pool) -> None:
+    run = watched(tmp_path, "dp2", callback("Slow"), train__hang_s=3)
+    pool.run(train, run, False, world=2)
+    assert diary(tmp_path / "diary", 1)[-1] == ["end", 6, None]
+
+
 # ---- stopping ------------------------------------------------------------------------------------
 
 
@@ -167,6 +203,33 @@ def test_a_stopped_run_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert re.search("^stopped +it is enough$", capfd.readouterr().out, re.M)
 
 
+def test_one_that_derives_from_a_logger_stops_the_run(tmp_path: Path, pool: Pool) -> None:
+    run = watched(tmp_path, "dp2", train__loggers=[])
+    table = run.train.model_copy(update={"callbacks": (callback("CsvThatStops"),)})
+    pool.run(train, run.model_copy(update={"train": table}), False, world=2)
+    assert latest_step(Path(run.output) / "checkpoints") == 2
+
+
+def test_ranks_exchange_nothing_for_weft_s_own_loggers() -> None:
+    engine: Any = None
+    assert not Callbacks([Csv()], engine)._any
+    assert Callbacks([Csv(), CsvThatStops()], engine)._any
+
+
+@pytest.mark.parametrize(
+    ("reason", "said"),
+    [("", "a callback stopped it"), (None, "a callback stopped it"), (7, "7")],
+)
+def test_any_reason_stops_a_run(reason: Any, said: str) -> None:
+    engine: Any = None
+    callbacks = Callbacks([Stops(step=1, rank=0)], engine)
+    callbacks.run.stop(torch.tensor(1.5))
+    assert callbacks.ends() and callbacks.run.stop_reason == "tensor(1.5000)"
+    callbacks = Callbacks([Stops(step=1, rank=0)], engine)
+    callbacks.run.stop(reason)
+    assert callbacks.ends() and callbacks.run.stop_reason == said
+
+
 def test_early_stopping_waits_for_what_is_better(tmp_path: Path) -> None:
     engine: Any = None
     run, stopping = WatchedRun(engine), EarlyStopping(patience=2, min_delta=0.1)
@@ -181,6 +244,32 @@ def test_early_stopping_waits_for_what_is_better(tmp_path: Path) -> None:
         assert run.stop_reason is None
     higher.on_validation_end(run, {"val_accuracy": 0.3})
     assert run.stop_reason
+
+
+EARLY = "weft.callbacks:EarlyStopping"
+
+
+def test_a_metric_of_no_validation_is_refused(tmp_path: Path) -> None:
+    for entry in (EARLY, {"name": EARLY, "metric": "val_accuracy"}):
+        run = make(tmp_path)
+        table = run.train.model_copy(update={"callbacks": (entry,)})
+        run = run.model_copy(update={"train": table})
+        with pytest.raises(ConfigError, match="eval_every = 0: EarlyStopping waits for val_"):
+            build.build_callbacks(run)
+        table = run.train.model_copy(update={"eval_every": 2})
+        assert build.build_callbacks(run.model_copy(update={"train": table}))
+
+
+@pytest.mark.parametrize("metric", ["val_los", "los"])
+def test_a_metric_that_never_came_is_named_at_the_end(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], metric: str
+) -> None:
+    entries = ({"name": EARLY, "metric": metric}, EARLY)
+    train(watched(tmp_path, "dp1", *entries, train__eval_every=3, train__log_every=2), False)
+    said = " ".join(capfd.readouterr().out.split())
+    assert said.count("never came") == 1, said
+    hint = f'{metric} never came, so EarlyStopping looked at nothing: did you mean "{metric}s"?'
+    assert hint in said, said
 
 
 # ---- one that raises -----------------------------------------------------------------------------

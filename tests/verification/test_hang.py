@@ -97,6 +97,26 @@ def build_slowly() -> bool:
     return True
 
 
+def rare_on_rank_0(seconds: float) -> bool:
+    with Watchdog(1.2) as watchdog:
+        for step in range(4):
+            if dist.get_rank() == 0:
+                with watchdog.rare():
+                    time.sleep(seconds if step == 1 else 0.0)
+            dist.barrier()
+            watchdog.beat(f"step {step}")
+    return True
+
+
+def test_what_is_rare_on_one_rank_may_take_longer_and_not_for_ever(capfd: Any) -> None:
+    assert run_workers(rare_on_rank_0, 2, 6.0) == [True, True]
+    assert capfd.readouterr().err == ""
+    with pytest.raises(WorkerDied, match="exited with code 3"):
+        run_workers(rare_on_rank_0, 2, 100.0)
+    said = capfd.readouterr().err
+    assert "no progress for 12 s: rank 0 is in no collective, and is waited for" in said
+
+
 def test_the_limit_follows_from_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(watchdog_file.time, "monotonic", lambda: now[0])
@@ -113,3 +133,7 @@ def test_the_limit_follows_from_the_steps(monkeypatch: pytest.MonkeyPatch) -> No
     watchdog.beat("a checkpoint")
     assert watchdog.limit_s == LEAST_S
     assert Watchdog(7.0).limit_s == 7.0
+    for limit_s, rare_s in ((7.0, 70.0), (90.0, RARE_S), (900.0, 900.0)):
+        watchdog = Watchdog(limit_s)
+        with watchdog.rare():
+            assert watchdog.limit_s == rare_s

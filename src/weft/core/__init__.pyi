@@ -48,6 +48,7 @@ from .errors import (
 )
 from .faces import attach_face as attach_face
 from .files import (
+    append_file as append_file,
     check_regular as check_regular,
     printable as printable,
     read_file as read_file,

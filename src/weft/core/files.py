@@ -47,6 +47,15 @@ def replace_file(path: Path, text: str) -> None:
     partial.replace(path)
 
 
+def append_file(path: Path, text: str) -> None:
+    """Add to the end of a file, made where there is none. Raises OSError, also if a link is in its
+    place."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    with open(os.open(path, flags, 0o666), "a", encoding="utf-8") as file:
+        check_regular(file.fileno())
+        file.write(text)
+
+
 def printable(text: str, also: str = "") -> str:
     """The text with everything escaped that a terminal would obey and not show, but for the
     characters of `also`."""

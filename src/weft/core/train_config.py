@@ -190,8 +190,9 @@ class TrainConfig(TomlTable):
         description=(
             "seconds without a step after which a run reports where it hangs and ends; 0: never"
             " (default: 20 times the slowest of the last steps, at least 60; 600 where replicas"
-            " step by themselves, and for first steps and checkpoints); before the first step ranks"
-            " wait for one another ten times as long, or 600"
+            " step by themselves, and for first steps, checkpoints and callbacks); a checkpoint and"
+            " a callback may take ten times as long, up to 600; before the first step ranks wait"
+            " for one another ten times as long, or 600"
         ),
     )
     threads: int | None = Field(

@@ -47,6 +47,7 @@ from .rank_process import (
     RankTask,
     TaskFailure,
     TaskResult,
+    UnsendableResult,
     WorkerSlot,
     enter_rank,
     follow_parent,
@@ -342,7 +343,7 @@ class WorkerProcess:
         )  # asked first: an answer sent just before the end is still read
         try:
             if self.connection.poll():
-                return pickle.loads(self.connection.recv_bytes())
+                return _read_answer(self.connection.recv_bytes())
         except (EOFError, OSError):
             self.process.join(END_S)
             died = True
@@ -356,6 +357,14 @@ class WorkerProcess:
         )
         # An abort is often a consequence: a library's own end when its peer is gone.
         return TaskFailure(time.monotonic() if code == -signal.SIGABRT else 0.0, how)
+
+
+def _read_answer(message: bytes) -> TaskResult | TaskFailure:
+    try:
+        answer: TaskResult | TaskFailure = pickle.loads(message)
+    except Exception as error:  # what a rank returned may be of a class that this process lacks
+        return UnsendableResult.by(error)
+    return answer
 
 
 class WorldWatch:

@@ -84,6 +84,22 @@ class TaskFailure:
         return error
 
 
+class UnsendableResult(TaskFailure):
+    """What a task returned cannot be pickled by its rank, or be read by the parent."""
+
+    def error(self, rank: int, name: str) -> Exception:
+        who = WorkerDied(rank, self.report, name=name).who
+        return WeftError(
+            f"what {who} returned cannot be sent back ({self.report}): return numbers, tensors or"
+            " texts, or save a checkpoint"
+        )
+
+    @classmethod
+    def by(cls, error: BaseException) -> UnsendableResult:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        return cls(time.monotonic(), said, meant=True)
+
+
 @dataclass(frozen=True)
 class RankTask:
     """One rank's part of one task. `file` is where the ranks of its world meet, `seat` what the
@@ -267,9 +283,13 @@ def serve_tasks(connection: Connection, parent: int, task: RankTask | None) -> N
 def _answer(task: Callable[[], Any]) -> bytes:
     # Plain pickle: multiprocessing's own would pass tensors as handles that die with this process.
     try:
-        return pickle.dumps(TaskResult(task()))
+        result = task()
     except BaseException as error:
         return pickle.dumps(TaskFailure.by(error))
+    try:
+        return pickle.dumps(TaskResult(result))
+    except Exception as error:  # a class may fail in any way to be pickled
+        return pickle.dumps(UnsendableResult.by(error))
 
 
 def follow_parent(parent: int) -> None:

@@ -24,11 +24,12 @@ from weft._torch.c10d import default_store, flight_record, group_names
 HANGS = 3  # with which a rank that hangs ends
 LISTEN_S = 3.0  # for what the others say
 # The limit where none is set: so many times the slowest of the last steps, but at least LEAST_S;
-# RARE_S for what has not been timed, as the first steps and a checkpoint.
+# RARE_S for what has not been timed, as the first steps, a checkpoint and callbacks.
 TIMES, LEAST_S, RARE_S = 20, 60.0, 600.0
 STEPS, FIRST = 50, 3
-STARTS = 10  # before the first step, so many times the limit that is set
-PREFIX, ASKED = "weft/hang", "asked"  # keys in the store
+# of the limit that is set, before the first step, and, up to RARE_S, for what is rare
+LONGER = 10
+PREFIX, ASKED, BUSY = "weft/hang", "asked", "busy"  # keys in the store
 _OPERATIONS = re.compile(
     r"all_reduce|all_gather\w*|reduce_scatter\w*|all_to_all\w*|broadcast\w*|barrier|gather_object|scatter\w*|"
     r"isend|irecv|send|recv|batch_isend_irecv"
@@ -49,9 +50,14 @@ class Watchdog:
         self._set_s, self._rare, self._starts, self._alone = limit_s, False, False, False
         self._world = world
         self._at, self._since = "the start", time.monotonic()
+        self._waited = self._since  # when last another rank was at what is rare
         self._took: deque[float] = deque(maxlen=STEPS)
         self._watched, self._done = threading.get_ident(), threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="weft watchdog", daemon=True)
+        # two: the store may not answer
+        self._threads = [
+            threading.Thread(target=work, name="weft watchdog", daemon=True)
+            for work in (self._watch, self._tell_busy)
+        ]
 
     def beat(self, at: str) -> None:
         """This has been done."""
@@ -61,7 +67,8 @@ class Watchdog:
 
     @contextmanager
     def rare(self) -> Iterator[None]:
-        """In this context is what happens now and then, and may take long."""
+        """In this context is what happens now and then, and may take long, on this rank or on
+        another one: those that wait for it have as long."""
         self._rare = True
         try:
             yield
@@ -90,22 +97,49 @@ class Watchdog:
     @property
     def limit_s(self) -> float:
         """Seconds without progress that are a hang, now."""
+        if self._rare:
+            return self._rare_s
         if self._set_s is not None:
-            return self._set_s * (STARTS if self._starts else 1)
-        if self._rare or len(self._took) < FIRST:
+            return self._set_s * (LONGER if self._starts else 1)
+        if len(self._took) < FIRST:
             return RARE_S
         return max(LEAST_S, TIMES * max(self._took))
+
+    @property
+    def _rare_s(self) -> float:
+        if self._set_s is None:
+            return RARE_S
+        return max(self._set_s, min(RARE_S, self._set_s * LONGER))
 
     def __enter__(self) -> Self:
         self._since = time.monotonic()
         if self._world is None and dist.is_initialized():
             self._world = default_store(), dist.get_rank(), dist.get_world_size()
         if self._set_s != 0 and self._world is not None and self._world[2] > 1:
-            self._thread.start()
+            for thread in self._threads:
+                thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._done.set()
+
+    def _tell_busy(self) -> None:
+        """Tell the others when this rank is at what is rare, and find out whether one of them is,
+        where it is waited for."""
+        assert self._world is not None
+        store, told = None, False
+        with suppress(RuntimeError):  # whoever keeps the store has gone
+            while not self._done.wait(min(1.0, self.limit_s / 4)) or told:
+                busy = self._rare and not self._done.is_set()
+                waits = time.monotonic() - self._since > self.limit_s / 2
+                if busy == told and not waits:
+                    continue
+                # a connection of its own: on the other this process may be what waits
+                store = store or dist.PrefixStore(PREFIX, self._world[0].clone())
+                count = store.add(BUSY, busy - told)
+                told = busy
+                if count > told:
+                    self._waited = time.monotonic()
 
     def _watch(self) -> None:
         assert self._world is not None
@@ -116,8 +150,14 @@ class Watchdog:
                 with suppress(RuntimeError):  # whoever keeps the store has gone
                     if shared.check([f"{PREFIX}/{ASKED}"]):
                         break
-            elif time.monotonic() - self._since > limit_s:
-                break
+            else:
+                quiet_s = time.monotonic() - self._since
+                if quiet_s > max(limit_s, self._rare_s):
+                    limit_s = max(limit_s, self._rare_s)
+                    break
+                # who was busy may take as long as ever to where it is waited for
+                if min(quiet_s, time.monotonic() - self._waited) > limit_s:
+                    break
         else:
             return
         heard = {rank: RankLocation.of(self._at, sys._current_frames()[self._watched])}

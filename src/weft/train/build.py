@@ -259,6 +259,8 @@ def build_callbacks(run: RunConfig) -> list[Any]:
         function = resolve_callable(name, run.folder, field)
         made.append(call_named(function, name, field, (), arguments))
         check_callback(made[-1], field, name)
+        if (check := getattr(made[-1], "check_run", None)) is not None:
+            check(run.model_dump(mode="json", exclude_none=True))
     loggers, field = run.train.loggers, "train.loggers"
     if loggers is None:
         loggers = ("tensorboard",) if has_tensorboard() else ()

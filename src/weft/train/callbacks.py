@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -49,15 +50,20 @@ class WatchedRun:
         """Optimizer steps done."""
         return self.engine.steps_done
 
-    def stop(self, reason: str) -> None:
+    def stop(self, reason: object) -> None:
         """End the run after this step, or the next one that is logged, validated or saved. One rank
         is enough."""
-        self.stop_reason = self.stop_reason or reason
+        said = "" if reason is None else " ".join(str(reason).split())
+        self.stop_reason = self.stop_reason or said or "a callback stopped it"
 
 
 class Callback:
     """What is called while a run trains: every rank calls each method that a callback has. A class
     need not derive from this one, and has the methods that it needs."""
+
+    def check_run(self, config: Mapping[str, Any]) -> None:
+        """Before any process of `weft train` starts, with the tables of the run file. Raises
+        ConfigError where this callback would be of no use."""
 
     def on_run_begin(self, run: WatchedRun) -> None:
         """Before the first step; after a checkpoint was loaded, if the run is resumed."""
@@ -111,6 +117,7 @@ class Callbacks:
     Args:
         callbacks: objects with methods of `Callback`.
         engine: what trains.
+        around: a context for calls, which may take long: `Watchdog.rare`.
         further: of `WatchedRun`: steps, folder, config, say.
 
     Example:
@@ -122,13 +129,20 @@ class Callbacks:
                     break
     """
 
-    def __init__(self, callbacks: Sequence[Any], engine: TrainingEngine, **further: Any):
+    def __init__(
+        self,
+        callbacks: Sequence[Any],
+        engine: TrainingEngine,
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
+        **further: Any,
+    ):
         for each in callbacks:
             check_callback(each, "callbacks", type(each).__name__)
-        self.run = WatchedRun(engine, **further)
+        self.run, self._around = WatchedRun(engine, **further), around
         self._live, self._error = list(callbacks), ""
-        # weft's own loggers end no run, and ranks need not exchange what they want
-        self._any = any(getattr(each, "can_stop", True) for each in callbacks)
+        # weft's own loggers end no run, and ranks need not exchange what they want; a class that
+        # derives from one may end it
+        self._any = any(vars(type(each)).get("can_stop", True) for each in callbacks)
         self.failed = ""  # on every rank, what a callback of one of them has raised
 
     def step_end(self, result: StepResult, metrics: Line | None = None) -> None:
@@ -187,7 +201,8 @@ class Callbacks:
             if function is None:
                 continue
             try:
-                function(self.run, *arguments)
+                with self._around():
+                    function(self.run, *arguments)
             except Exception as error:  # a user's code may fail in any way
                 kind = type(callback)
                 self._live.remove(callback)
@@ -221,16 +236,32 @@ class EarlyStopping:
         self.metric, self.patience, self.min_delta = metric, patience, min_delta
         self.sign = 1 if mode == "min" else -1
         self.best, self.worse = math.inf, 0
+        self.came: set[str] = set()  # metrics
+
+    def check_run(self, config: Mapping[str, Any]) -> None:
+        every = config["train"]["eval_every"]
+        if self.metric.startswith("val_") and not every:
+            problem = f"EarlyStopping waits for {self.metric}, and the run has no validation"
+            fix = 'set it to a number of steps, or give EarlyStopping metric = "loss"'
+            raise ConfigError("train.eval_every", every, problem, fix)
 
     def on_step_end(self, run: WatchedRun, result: StepResult, metrics: Line | None) -> None:
-        if metrics is not None and self.metric in metrics:
-            self._look(run, metrics[self.metric])
+        if metrics is not None:
+            self._look(run, metrics)
 
     def on_validation_end(self, run: WatchedRun, metrics: Line) -> None:
-        if self.metric in metrics:
-            self._look(run, metrics[self.metric])
+        self._look(run, metrics)
 
-    def _look(self, run: WatchedRun, value: float) -> None:
+    def on_run_end(self, run: WatchedRun) -> None:
+        if self.metric not in self.came:
+            hint = f": {nearest(self.metric, self.came)}" if self.came else ""
+            run.say(f"{self.metric} never came, so EarlyStopping looked at nothing{hint}")
+
+    def _look(self, run: WatchedRun, metrics: Line) -> None:
+        self.came |= metrics.keys()
+        if self.metric not in metrics:
+            return
+        value = metrics[self.metric]
         if self.sign * value < self.best - self.min_delta:
             self.best, self.worse = self.sign * value, 0
             return

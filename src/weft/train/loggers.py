@@ -13,15 +13,16 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from io import StringIO
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar
 
-from weft.core import ConfigError, DataError, read_file, replace_file
+from weft.core import ConfigError, DataError, append_file, read_file, replace_file
 
 from .callbacks import Line, WatchedRun
-from .metrics import MOST_KEPT
+from .metrics import MOST_BYTES, MOST_KEPT
 from .run_folder import CSV, TENSORBOARD
 
 PATIENCE_S = 10.0  # for a tracker, when the run has ended
@@ -35,7 +36,8 @@ class Logger(ABC):
     name: ClassVar[str]
     package: ClassVar[str] = ""  # that it needs
     extra: ClassVar[str] = ""  # that installs it
-    can_stop: ClassVar[bool] = False  # so that ranks need not exchange what their callbacks want
+    # of each of weft's own, so that ranks need not exchange what their callbacks want
+    can_stop: ClassVar[bool]
     run: WatchedRun
 
     def __init__(self) -> None:
@@ -151,6 +153,7 @@ class TensorBoard(Logger):
     """Events for TensorBoard, in the run folder."""
 
     name, package, extra = "tensorboard", "tensorboard", "weft[tensorboard]"
+    can_stop = False
     _writer: Any = None
 
     def on_run_begin(self, run: WatchedRun) -> None:
@@ -180,6 +183,7 @@ class Csv(Logger):
     """metrics.csv in the run folder: a row for each line, a column for each metric."""
 
     name = "csv"
+    can_stop = False
 
     def on_run_begin(self, run: WatchedRun) -> None:
         super().on_run_begin(run)
@@ -189,29 +193,32 @@ class Csv(Logger):
         self._path, self._columns = self.folder / CSV, ["step"]
         rows = []
         if done and self._path.is_file():
-            with open(self._path, encoding="utf-8", newline="") as file:
-                reader = csv.DictReader(file)
-                self._columns = list(reader.fieldnames or self._columns)
+            reader = self._reader()
+            if "step" in (reader.fieldnames or ()):  # else another file, which is replaced
+                self._columns = list(reader.fieldnames or ())
                 rows = [row for row in reader if _as_step(row["step"]) <= done]
         self._rewrite(rows)
 
-    def _rewrite(self, rows: list[dict[str, Any]]) -> None:
-        path = self._path.with_suffix(".partial")
-        with open(path, "w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, self._columns)
-            writer.writeheader()
-            writer.writerows(rows)
-        os.replace(path, self._path)
+    def _reader(self) -> csv.DictReader[str]:
+        text = read_file(self._path, MOST_BYTES).decode(errors="replace")
+        return csv.DictReader(StringIO(text, newline=""))
+
+    def _rewrite(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        header = dict(zip(self._columns, self._columns))
+        replace_file(self._path, self._text([header, *rows]))
+
+    def _text(self, rows: Iterable[Mapping[str, Any]]) -> str:
+        text = StringIO()
+        csv.DictWriter(text, self._columns, lineterminator="\n").writerows(rows)
+        return text.getvalue()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         new = [key for key in values if key not in self._columns]
         if new:
-            with open(self._path, encoding="utf-8", newline="") as file:
-                rows = list(csv.DictReader(file))
+            rows = list(self._reader())
             self._columns += new
             self._rewrite(rows)
-        with open(self._path, "a", encoding="utf-8", newline="") as file:
-            csv.DictWriter(file, self._columns).writerow({"step": step, **values})
+        append_file(self._path, self._text([{"step": step, **values}]))
 
     def back_to(self, step: int) -> None:
         self.open(step)
@@ -238,6 +245,7 @@ class Wandb(Logger):
     """
 
     name, package, extra = "wandb", "wandb", "weft[wandb]"
+    can_stop = False
 
     def __init__(
         self,
@@ -290,6 +298,7 @@ class Mlflow(Logger):
     """
 
     name, package, extra = "mlflow", "mlflow", "weft[mlflow]"
+    can_stop = False
 
     def __init__(
         self,

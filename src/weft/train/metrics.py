@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.core import ConfigError, WeftError, read_file, replace_file
+from weft.core import ConfigError, WeftError, append_file, read_file, replace_file
 
 from .run_folder import METRICS
 
@@ -94,8 +94,7 @@ class Metrics:
         return {_subject(line) for line in found if line["step"] >= first["step"]}
 
     def _append(self, line: Line) -> None:
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
+        append_file(self._path, json.dumps(line, allow_nan=False) + "\n")
         self._log(line)
 
     def back_to(self, step: int) -> None:

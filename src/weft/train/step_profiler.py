@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.distributed as dist
@@ -81,9 +82,12 @@ class StepProfiler:
             return None
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         part = folder / f".{PROFILE}-{rank}"
-        self._profile.export_chrome_trace(str(part))
-        events = rank_events(rank, json.loads(part.read_text()), self._spans, self._zero_s)
-        part.write_text(json.dumps(events))
+        # in a folder that is new: torch would follow a link in the place of the part
+        with TemporaryDirectory(prefix=f".{PROFILE}-", dir=folder) as own:
+            whole = Path(own) / PROFILE
+            self._profile.export_chrome_trace(str(whole))
+            events = rank_events(rank, json.loads(whole.read_text()), self._spans, self._zero_s)
+        replace_file(part, json.dumps(events))
         if dist.is_initialized():
             dist.barrier()
         if rank == 0:

@@ -15,6 +15,7 @@ from weft.core import (
     ActionCosts,
     Schedule,
     gather_json,
+    replace_file,
 )
 from weft.engine import Engine, Span
 from weft.pipeline import Timeline, perfetto, simulate, svg, text
@@ -75,9 +76,9 @@ class TraceRecorder:
         )
         costs = _costs(schedule, ranks)
         pair = [("predicted", simulate(schedule, costs)), ("measured", measured)]
-        (folder / COSTS).write_text(costs.json(), encoding="utf-8")
-        (folder / PICTURE).write_text(svg(pair), encoding="utf-8")
-        (folder / TRACE).write_text(perfetto(pair), encoding="utf-8")
+        replace_file(folder / COSTS, costs.json())
+        replace_file(folder / PICTURE, svg(pair))
+        replace_file(folder / TRACE, perfetto(pair))
         return text(pair, width=width, colour=colour)
 
 

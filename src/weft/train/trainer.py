@@ -162,16 +162,17 @@ def _train(
     progress.table(run_header(run, engine, done, notes))
     named, tables = build.build_callbacks(run), asked.model_dump(mode="json", exclude_none=True)
     watched = {"steps": t.steps, "folder": folder, "config": tables, "say": progress.say}
-    callbacks = Callbacks(named, engine, **watched)
-    # of replicas that are apart the one that leads writes, and another may lead later
-    metrics = Metrics(folder, done, engine.replicas.leads, callbacks.log) if rank == 0 else None
     limit_s = t.hang_s
     if limit_s is None and (engine.replicas.independent or isinstance(engine, Remote)):
         limit_s = RARE_S  # an exchange of weights, or the driver, may take longer than any step
+    watchdog = Watchdog(limit_s)
+    callbacks = Callbacks(named, engine, watchdog.rare, **watched)
+    # of replicas that are apart the one that leads writes, and another may lead later
+    metrics = Metrics(folder, done, engine.replicas.leads, callbacks.log) if rank == 0 else None
     with (
         StopRequest() as interrupt,
         progress,
-        Watchdog(limit_s) as watchdog,
+        watchdog,
         callbacks,
         loading as loader,
     ):
