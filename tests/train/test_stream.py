@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -396,6 +398,38 @@ def test_a_map_style_dataset_has_no_buffer(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(TINY)
     with pytest.raises(Refusal, match=r"data.shuffle_buffer = 9: is for iterables"):
         build_data.build_dataset(load_run(tmp_path / "run.toml", {"data.shuffle_buffer": "9"}))
+
+
+class Slow:
+    """Rows, of which one takes long on rank 0: the place, and each validation's first."""
+
+    def __init__(self, place: int):
+        self.place = place
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for number in range(80):
+            if number == self.place and dist.is_initialized() and dist.get_rank() == 0:
+                time.sleep(5)
+            ids = torch.arange(17) + number
+            yield {"input_ids": ids[:-1], "labels": ids[1:]}
+
+
+def slow(split: str = "train") -> Slow:
+    return Slow(0 if split == "val" else 30)
+
+
+def test_reading_that_takes_long_is_no_hang(tmp_path: Path, pool: Pool) -> None:
+    ours = TINY.replace("weft.data:stdlib", "tests.train.test_stream:slow")
+    ours = ours.replace("seq_len = 16\nmax_bytes = 100000\n", "")
+    (tmp_path / "run.toml").write_text(ours)
+    keys = {
+        "layout.axes": '"dp2"',
+        "train.hang_s": "3",
+        "train.steps": "9",
+        "train.eval_every": "8",
+    }
+    run = load_run(tmp_path / "run.toml", keys | {"train.eval_batches": "1"})
+    pool.run(train, run, False, world=2)
 
 
 def test_epochs_need_a_length(tiny: Callable[..., RunConfig]) -> None:

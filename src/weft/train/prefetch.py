@@ -21,7 +21,7 @@ from weft._torch.data_workers import hide_worker_info
 from weft.core import Refusal, WeftError
 from weft.launch import follow_parent
 
-from .stream_loader import AnyLoader
+from .stream_loader import AnyLoader, StreamLoader
 
 AHEAD = 2  # batches that each process makes ahead
 
@@ -86,11 +86,17 @@ class Prefetcher(Iterator[dict[str, Tensor]]):
 
     def epoch(self, steps: int) -> float:
         """How many epochs so many steps are; of a stream, how many passes are over."""
+        self._follow()
         return self._loader.epoch(steps)
 
     def position(self) -> str | None:
         """Where the next batch is, as of the loader."""
         return self._position
+
+    def _follow(self) -> None:
+        """Have this process's loader stand where the training is: new processes begin there."""
+        if isinstance(self._loader, StreamLoader) and self._position is not None:
+            self._loader.go_on(self._position)
 
     def close(self) -> None:
         """End the processes."""
@@ -99,6 +105,7 @@ class Prefetcher(Iterator[dict[str, Tensor]]):
     def _start(self) -> None:
         """Start the processes anew, at `step`."""
         self.close()
+        self._follow()
         self._loader.step = self._next = self.step
         made = DataLoader(
             _MadeAhead(self._loader),

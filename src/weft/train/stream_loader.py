@@ -116,7 +116,11 @@ class StreamLoader(Iterator[dict[str, Tensor]]):
 
     def epoch(self, steps: int) -> float:
         """How many passes are over."""
-        return float(self._number)
+        return float(self._number if self._kept is None else self._kept["pass"])
+
+    def go_on(self, position: str) -> None:
+        """Stand where another loader stood, from the next batch on."""
+        self._kept = read_position(position, self._buffer)
 
     def position(self) -> str:
         """Where the next batch is, as JSON: the same on every rank."""

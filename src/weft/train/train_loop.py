@@ -104,7 +104,7 @@ class TrainLoop:
             self.factor = factor(step - 1)
             for group, rate in rates:  # each group has a rate of its own
                 group["lr"] = rate * self.factor
-            with self.reading:
+            with self.reading, self.watchdog.rare():
                 batch = build_data.cast_batch(self.run, next(self.loader))
             if self.recorder is not None:
                 self.recorder.before(step - self.first + 1)

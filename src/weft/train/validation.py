@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from weft.core import RunConfig
 from weft.engine import Loss, TrainingEngine, WeightAverage
@@ -35,9 +36,7 @@ class Validation:
         """`val_loss` after this step, and `val_NAME` of each metric: means over all that counts in
         the batches."""
         results = []
-        most = self.run.train.eval_batches * self.shares
-        for number, batch in enumerate(self.loader.one_pass(most)):
-            batch = build_data.cast_batch(self.run, batch)
+        for number, batch in enumerate(self._batches()):
             first = self.watchdog.rare() if number == 0 else nullcontext()
             averaged = self.average.in_use() if self.average is not None else nullcontext()
             with first, averaged, refuse_unknown_tokens(self.engine, batch):
@@ -52,3 +51,12 @@ class Validation:
             if math.isfinite(mean):  # what never counts has no mean
                 line[f"val_{name}"] = mean
         return line
+
+    def _batches(self) -> Iterator[dict[str, Tensor]]:
+        batches = self.loader.one_pass(self.run.train.eval_batches * self.shares)
+        while True:
+            with self.watchdog.rare():  # of a stream, a whole block may be read for a batch
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield build_data.cast_batch(self.run, batch)
