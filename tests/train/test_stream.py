@@ -423,6 +423,7 @@ def test_reading_that_takes_long_is_no_hang(tmp_path: Path, pool: Pool) -> None:
     ours = ours.replace("seq_len = 16\nmax_bytes = 100000\n", "")
     (tmp_path / "run.toml").write_text(ours)
     keys = {
+        "output": f'"{tmp_path}/run"',
         "layout.axes": '"dp2"',
         "train.hang_s": "3",
         "train.steps": "9",
