@@ -2,6 +2,7 @@
 call.
 
     python benchmarks/overhead/run.py [check] [calls] [steps] [memory] [startup]  # all by default
+    python benchmarks/overhead/run.py steps --cases tp2 pp2  # the other rows stay as they are
 
 Each part writes results/PART.json; the tables in README.md are then written anew from all of them.
 """
@@ -352,6 +353,20 @@ def _alternate(
     return times[0][WARMUP:], times[1][WARMUP:]
 
 
+def beside(rows: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
+    """These rows, with those of the file for other cases, in the order of the cases. Each says with
+    which command it was measured, if with another one than the file's."""
+    before = json.loads(path.read_text())
+    measured = {row["case"] for row in rows}
+    kept = [
+        {"command": before["command"]} | row
+        for row in before["rows"]
+        if row["case"] not in measured
+    ]
+    order = [case.name for case in TIMED]
+    return sorted([*kept, *rows], key=lambda row: order.index(row["case"]))
+
+
 def quartiles(values: Iterable[float]) -> dict[str, float]:
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return {"low": low, "median": median, "high": high}
@@ -632,10 +647,12 @@ def main() -> None:
     )
     parser.add_argument("--pairs", type=int, default=60, help="pairs of steps that are measured")
     parser.add_argument("--starts", type=int, default=5, help="pairs of starts that are measured")
+    parser.add_argument("--cases", nargs="+", default=[], help="layouts of `steps`; others stay")
     options = parser.parse_args()
+    cases = [case for case in TIMED if case.layout in options.cases or not options.cases]
     if unknown := set(options.parts) - set(parts):
         parser.error(f"no part {', '.join(sorted(unknown))}: choose from {', '.join(parts)}")
-    parts["steps"] = partial(steps, options.pairs)
+    parts["steps"] = partial(steps, options.pairs, cases)
     parts["startup"] = partial(startup, options.starts)
     RESULTS.mkdir(exist_ok=True)
     for name in options.parts or parts:
@@ -644,6 +661,8 @@ def main() -> None:
             "command": f"python benchmarks/overhead/run.py {' '.join(sys.argv[1:])}".strip(),
         }
         result |= parts[name]()
+        if name == "steps" and options.cases:
+            result["rows"] = beside(result["rows"], RESULTS / "steps.json")
         (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
         write_readme()
     print(table({path.stem: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}))
