@@ -59,7 +59,9 @@ def python(name: str, script: str, *packages: str) -> Side:
 
 SIDES = [
     torchrun("plain torch (DDP)", "side_plain.py"),
-    Side("weft (dp2)", [sys.executable, "-m", "weft", "train"], ["torch", "weft"], "weft.toml"),
+    Side(
+        "weft (dp2)", [sys.executable, "-m", "weft", "train"], ["torch", "weft"], "side_weft.toml"
+    ),
     torchrun("Accelerate", "side_accelerate.py", "accelerate"),
     python("Lightning Fabric", "side_fabric.py", "lightning"),
     python("Lightning Trainer", "side_lightning.py", "lightning"),
@@ -134,7 +136,7 @@ def weft_options(folder: Path, steps: int, check: bool) -> list[str]:
         f"--set={key}={json.dumps(str(v)) if isinstance(v, Path) else v}"
         for key, v in options.items()
     ]
-    return [str(HERE / "weft.toml"), *sets]
+    return [str(HERE / "side_weft.toml"), *sets]
 
 
 # ---- what is compared ----------------------------------------------------------------------------
