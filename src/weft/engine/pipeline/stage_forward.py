@@ -225,7 +225,9 @@ class _StageExecution:
 
     def __init__(self, owner: StageForward, program: _StageProgram, received: Mapping[int, Tensor]):
         self.owner, self.program, self.received = owner, program, received
-        self.mode = _FunctionsBetween(self) if program.sees_functions else None
+        # a mode around the forward would come before a placeholder, and replace its functions
+        needed = program.sees_functions or innermost_function_mode() is not None
+        self.mode = _FunctionsBetween(self) if needed else None
         # what a placeholder does with a function that reads it; a mode has seen that function
         self.skip = self.function if self.mode is None else None
         self.position = 0
