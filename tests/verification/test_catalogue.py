@@ -47,6 +47,7 @@ from weft.engine.pipeline import stage_compute
 from weft.nn import LocalMultiheadAttention, batchnorm, losses
 from weft.nn.dropout_rng import Randomness, mix_key
 from weft.nn.losses import next_token
+from weft.optimizers import elementwise
 from weft.parallel import apply as parallelize, collectives
 from weft.verification.case import Case
 from weft.verification.report import VerifyReport
@@ -558,6 +559,7 @@ def stale_buffers(case: Case) -> Iterator[Case]:
         yield case
 
 
+@elementwise
 class Unsharded(torch.optim.AdamW):
     """Keeps one first moment whole between steps, though its parameter is a shard."""
 

@@ -27,6 +27,7 @@ from weft.engine.checkpoint_state import CheckpointState
 from weft.engine.grad_update import GradUpdate
 from weft.engine.pipeline import p2p, runner, split_backward, stage_compute, weight_stash
 from weft.nn.dropout_rng import Randomness
+from weft.optimizers import elementwise
 from weft.pipeline import weight_versions
 from weft.pipeline.schedules import make_schedule
 from weft.verification.case import Case
@@ -237,6 +238,7 @@ def stages_begin_from_other_weights(case: Case) -> Iterator[Case]:
         yield replace(case, build=build)
 
 
+@elementwise
 class StepPerStage(torch.optim.AdamW):
     """Takes its step once for each of this rank's two stages."""
 
