@@ -20,7 +20,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from weft import launch
 from weft.cli import doctor_run_check
 from weft.cli.app import app
 from weft.core import run_config
@@ -600,7 +599,8 @@ def test_a_run_is_checked_as_it_is_overridden(
         seen.append(request)
         return True
 
-    monkeypatch.setattr(launch, "report_doctor", keep)
+    # weft.launch is also a function, by which the package cannot be reached
+    monkeypatch.setattr(sys.modules["weft.launch"], "report_doctor", keep)
     options = ("--layout", "tp2", "--set", "train.steps=77", "--set", f"output={tmp_path / 'o'}")
     found = CliRunner().invoke(app, ["doctor", str(run_file), *options])
     assert found.exit_code == 0, found.output

@@ -110,9 +110,9 @@ MUTANTS: dict[str, tuple[str, str, str, str, str]] = {
     ),
     "other validation batches each time": (
         "dp2",
-        "weft.train.validation",
-        "Validation.__call__",
-        "self.loader.step = 0",
+        "weft.train.data",
+        "Loader.one_pass",
+        "self.step = 0",
         "pass",
     ),
     "validation with dropout": (
