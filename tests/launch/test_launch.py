@@ -126,7 +126,7 @@ def test_a_refusal_travels_as_itself() -> None:
 
 
 def test_a_result_that_cannot_travel_is_that_ranks_error() -> None:
-    with pytest.raises(WorkerDied, match="pickle"):
+    with pytest.raises(WeftError, match=r"what rank 0 returned cannot be sent back .*pickle"):
         run_workers(lambda: lambda: 0, 1)
 
 
