@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import sysconfig
 import time
 from collections.abc import Sequence
@@ -15,6 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+sys.path.append(str(Path(__file__).parents[1] / "overhead"))
+from work import llama
+
 LENGTH, RANKS, MICROBATCH, ACCUMULATE = 256, 2, 4, 2
 BATCH = RANKS * MICROBATCH * ACCUMULATE
 STEPS = int(os.environ.get("STEPS", "20"))
@@ -24,23 +28,7 @@ CHECK = "CHECK" in os.environ  # one step of SGD, whose weights are saved
 
 def build_model(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """transformers' Llama of 6 layers of width 320; the same weights at every call."""
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=320,
-        intermediate_size=864,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=LENGTH,
-        use_cache=False,
-    )
-    torch.manual_seed(0)
-    model: torch.nn.Module = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="sdpa"
-    )
-    return model.to(dtype)
+    return llama(LENGTH, dtype)
 
 
 class Text(Dataset):

@@ -119,11 +119,11 @@ def test_a_state_of_other_sources_is_refused(weights: tuple[float, ...]) -> None
 SOURCES = """
 import torch
 class Other:
+    vocab = 256
     def __len__(self): return 9
     def __getitem__(self, index): return {k: torch.arange(16) for k in ("input_ids", "labels")}
     def encode(self, text): return [1]
 class Floats(Other):
-    encode = None
     def __getitem__(self, index): return {k: v.double() for k, v in super().__getitem__(0).items()}
 def splits(): return {"train": Other(), "test": Other()}
 """

@@ -165,8 +165,8 @@ def check_sources(
         if shapes != first:
             problem = f"a sample has {shapes}, and that of another source {first}"
             raise DataError(*name, problem, "give all sources the same keys, shapes and dtypes")
-        if (encode := getattr(source, "encode", None)) is not None:
-            numbers = [*encode(_TEXT)]
+        if hasattr(source, "vocab") and hasattr(source, "encode"):  # tokens of text
+            numbers = [*source.encode(_TEXT)]
             encoded = encoded or numbers
             if numbers != encoded:
                 problem = "makes tokens by another tokenizer than another source does"

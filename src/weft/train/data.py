@@ -85,11 +85,16 @@ class Text:
         return (len(self.tokens) - 1) // self.seq_len
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        start = index * self.seq_len
-        window = torch.from_numpy(self.tokens[start : start + self.seq_len + 1].astype(np.int64))
-        return {"input_ids": window[:-1], "labels": window[1:]}
+        return window(self.tokens, index, self.seq_len)
+
+
+def window(tokens: np.ndarray, index: int, seq_len: int) -> dict[str, Tensor]:
+    """Window `index` of tokens: {"input_ids", "labels"}, int64 [seq_len] each. Raises
+    IndexError."""
+    if not 0 <= index < (len(tokens) - 1) // seq_len:
+        raise IndexError(index)
+    found = torch.from_numpy(tokens[index * seq_len : (index + 1) * seq_len + 1].astype(np.int64))
+    return {"input_ids": found[:-1], "labels": found[1:]}
 
 
 def stdlib(

@@ -13,12 +13,11 @@ import os
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from weft.core import DataError
 
-from .data import HELD_OUT, held_out
+from .data import HELD_OUT, held_out, window
 from .tokenizer import load_tokenizer
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -51,11 +50,7 @@ class MappedTokens:
         return max(0, (len(self.tokens) - 1) // self.seq_len)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        start = index * self.seq_len
-        window = torch.from_numpy(self.tokens[start : start + self.seq_len + 1].astype(np.int64))
-        return {"input_ids": window[:-1], "labels": window[1:]}
+        return window(self.tokens, index, self.seq_len)
 
 
 def megatron(
