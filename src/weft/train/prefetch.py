@@ -24,6 +24,7 @@ from weft.launch import follow_parent
 from .stream_loader import AnyLoader, StreamLoader
 
 AHEAD = 2  # batches that each process makes ahead
+OUTLIVED = (signal.SIGTERM, signal.SIGINT)  # by processes that read
 
 
 @contextmanager
@@ -118,13 +119,16 @@ class Prefetcher(Iterator[dict[str, Tensor]]):
             # its seed would be drawn from this process's random numbers else
             generator=torch.Generator().manual_seed(self.step),
         )
-        if threading.current_thread() is not threading.main_thread():
-            self._batches = iter(made)
-            return
+        main = threading.current_thread() is threading.main_thread()
         handler = signal.getsignal(signal.SIGCHLD)
-        self._batches = iter(made)
-        # torch's own raises where a process dies, in the middle of any line of this one
-        signal.signal(signal.SIGCHLD, handler)
+        # a process begins with the mask of this thread, and holds these back until it ignores them
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, OUTLIVED)
+        try:
+            self._batches = iter(made)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if main:  # torch's own raises where a process dies, in the middle of any line of this one
+            signal.signal(signal.SIGCHLD, handler)
 
 
 class _MadeAhead(IterableDataset):
@@ -166,6 +170,7 @@ def _readers() -> BaseContext:
 def _outlive_signals(parent: int, worker: int) -> None:
     """A process that reads ends with the one that trains, and not by a signal that stops the run:
     SLURM sends it to all processes of a job, and a batch more is read before the run stops."""
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in OUTLIVED:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, OUTLIVED)
     threading.Thread(target=follow_parent, args=(parent,), daemon=True).start()
