@@ -38,4 +38,5 @@ for step in range(STEPS):
 # end
 if CHECK and dist.get_rank() == 0:
     save(model.state_dict())
+dist.barrier()  # a rank that leaves while the other saves may abort
 dist.destroy_process_group()

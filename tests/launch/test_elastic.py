@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -286,6 +287,8 @@ def test_where_hosts_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     named = Rendezvous("head", 17)  # which stands for a loopback on itself
     assert named.here() and named.address() == Rendezvous(file="/x").address()
     assert not Rendezvous.parse("192.0.2.9").here() and interface_of("192.0.2.9") is None
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert interface_of("127.0.0.1") == "lo0" and interface_of("192.0.2.9") is None
 
 
 @pytest.mark.parametrize(

@@ -321,13 +321,17 @@ class ElasticAgent(HookedAgent):
         """The ranks of each host meet at a port of its loopback: the store, or the way to it."""
         if self._way is not None:
             self._way.close()
-        host, port = str(group.master_addr), int(group.master_port or 0)
+        host, store = str(group.master_addr), group.store
+        assert store is not None
         if group.group_rank == 0:
             self._ranks_store = keep_store()
-            self._way = TokenGate(host, port, self._token, self._ranks_store.port)
+            # torchelastic's port was free when it looked, and may be taken by now
+            self._way = TokenGate(host, 0, self._token, self._ranks_store.port)
+            store.set("weft/port", str(self._way.port))
             port = self._ranks_store.port
         else:
-            self._ranks_store, self._way = None, Passage(host, port, self._token)
+            self._ranks_store = None
+            self._way = Passage(host, int(store.get("weft/port")), self._token)
             port = self._way.port
         group.master_addr, group.master_port = LOOPBACK, port
 

@@ -125,7 +125,10 @@ def listen_at(address: str) -> None:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has this IPv4 address; None where that cannot be told."""
+    """The network interface that has this IPv4 address; None where that cannot be told. On macOS
+    that is told of the loopback alone."""
+    if sys.platform == "darwin" and address.startswith("127."):
+        return "lo0"
     if sys.platform != "linux" or ":" in address:
         return None
     import fcntl
