@@ -31,6 +31,17 @@ class Reached:
     places: list[dict[Line, Place]]
     lines: dict[Line, list[int]]
 
+    def place(self, index: int, line: Line) -> Place | None:
+        """The modules in whose forwards a pair runs a line first and last; None where it runs
+        outside of them, or in the model's own."""
+        found = self.places[index].get(line)
+        return None if found is None or "" in found else found
+
+    def in_modules(self) -> set[Line]:
+        """The lines that run in forwards of modules."""
+        places = range(len(self.places))
+        return {at for i in places for at in self.places[i] if self.place(i, at) is not None}
+
     def chosen(self, line: Line, late: bool) -> list[int]:
         """The pairs that run a line: of each kind the quickest, those first. `late`: with late
         messages alone where they run it."""
