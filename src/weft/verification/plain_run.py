@@ -178,8 +178,8 @@ class PlainRun:
         self.experts.move(taken)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> float:
-        """The mean loss, in evaluation mode, over all that counts in these batches."""
+    def evaluate(self, batches: Iterable[Batch]) -> tuple[float, float]:
+        """(sum, weight) of the loss over all that counts in these batches, in evaluation mode."""
         loss_sum = weight = 0.0
         self.model.eval()
         for batch in batches:
@@ -187,7 +187,7 @@ class PlainRun:
                 part, count, _ = loss_of(self.case.loss, self._forward(batch), batch)
             loss_sum, weight = loss_sum + float(part), weight + float(count)
         self.model.train()
-        return loss_sum / weight
+        return loss_sum, weight
 
     def _count(self, name: str, module: nn.Module, args: tuple) -> None:
         self.calls[name] += 1
