@@ -7,6 +7,7 @@ import pickle
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,8 +58,8 @@ class Reached:
         return [each[0] for each in of_kind.values()] + rest
 
 
-def reached_lines(pool: Pool) -> Reached:
-    """Of the source as it is."""
+def reached_lines(pool: Pool, pairs: Sequence[Pair]) -> Reached:
+    """Of the source as it is. `pairs`: with which PAIRS begins."""
     source = hashlib.sha256()
     here = Path(__file__).parent
     files = [*Path(weft.__file__).parent.rglob("*.py"), here / "subjects.py", here / "training.py"]
@@ -67,7 +68,7 @@ def reached_lines(pool: Pool) -> Reached:
     folder = Path(tempfile.gettempdir(), f"weft-mutations-{source.hexdigest()[:16]}")
     folder.mkdir(exist_ok=True)
     found = Reached([], [], [], {})
-    for index, pair in enumerate(PAIRS):
+    for index, pair in enumerate(pairs):
         kept = folder / str(pair)
         if not kept.exists():
             kept.write_bytes(pickle.dumps(_traced(pool, pair)))
@@ -82,8 +83,8 @@ def reached_lines(pool: Pool) -> Reached:
             found.lines.setdefault(line, []).append(index)
         if pair.way == "late":  # it runs the lines of the same pair without late messages
             before = PAIRS.index(Pair("verify", pair.model, pair.layout))
-            for pairs in found.lines.values():
-                pairs += [index] if before in pairs else []
+            for those in found.lines.values():
+                those += [index] if before in those else []
     return found
 
 

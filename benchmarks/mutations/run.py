@@ -27,6 +27,7 @@ sys.path[:0] = [str(HERE.parents[1] / "src"), str(HERE.parents[1]), str(HERE)]
 from judge import by_verify  # noqa: E402
 from mutants import all_mutants, drawn  # noqa: E402
 from pairs import reached_lines  # noqa: E402
+from subjects import PAIRS  # noqa: E402
 
 from weft.launch.local_workers import Pool  # noqa: E402
 
@@ -44,7 +45,8 @@ def main() -> None:
     lines = path.read_text().splitlines() if path.exists() else []
     kept = {json.loads(line)["key"] for line in lines}
     with Pool(4) as pool:
-        reached = reached_lines(pool)
+        inside = [pair for pair in PAIRS if pair.way == "verify"]
+        reached = reached_lines(pool, inside if args.inside else PAIRS)
         mutants = all_mutants(reached.lines if not args.inside else reached.in_modules())
         print(f"{len(mutants)} mutants of {len({m.module for m in mutants})} modules", flush=True)
         chosen = drawn(mutants, args.count, args.seed)
