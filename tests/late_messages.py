@@ -117,7 +117,7 @@ class _LateKernels:
             self._receive, [torch.zeros(1, dtype=torch.uint8)], group, to, 2 * number + 1
         )
         travel = UP_S if to > dist.ProcessGroup.unbox(group).rank() else DOWN_S
-        arguments = asked, travel, [late], send
+        arguments = asked, travel, [late], send, late.sent
         threading.Thread(target=_send_when, args=arguments, daemon=True).start()
         return late.boxed()
 
@@ -209,16 +209,16 @@ class _LateSend(dist.Work):
     def __init__(self, tensors: list[Tensor], send: Callable[[list[Tensor]], dist.Work]):
         super().__init__()
         self.tensors, self._send = tensors, send
-        self._done, self._lock = False, threading.Lock()
+        self.sent, self._lock = threading.Event(), threading.Lock()
 
     def is_completed(self) -> bool:
-        return self._done
+        return self.sent.is_set()
 
     def wait(self, timeout: Any = None) -> bool:
         with self._lock, _unseen():
-            if not self._done:
+            if not self.sent.is_set():
                 self._send(self.tensors).wait()
-                self._done = True
+                self.sent.set()
         return True
 
 
@@ -227,9 +227,10 @@ def _send_when(
     travel_s: float,
     late: list[_LateSend],
     send: Callable[[list[Tensor]], dist.Work],
+    sent: threading.Event,
 ) -> None:
     """Send what is in the tensors when the receiver waits; nonsense, if the sender has let go of
-    the work: gloo loses such a message."""
+    the work before it was `sent`: gloo loses such a message."""
     asked().wait()
     time.sleep(travel_s)
     lost = [torch.empty_like(t) for t in late[0].tensors]
@@ -237,7 +238,8 @@ def _send_when(
     work = held()
     if work is not None:
         work.wait()
-        return
+    if sent.is_set():
+        return  # a second message would wait for a receiver without end
     for t in lost:
         _poison(t)
     send(lost).wait()

@@ -51,7 +51,8 @@ def outcome(pool: Pool, mutant: Mutant, pair: Pair) -> Outcome | str:
         return f"{type(error).__name__}: {said[-1][-200:] if said else ''}"
 
 
-def by_verify(pool: Pool, mutant: Mutant, reached: Reached) -> Verdict:
+def by_verify(pool: Pool, mutant: Mutant, reached: Reached, inside: bool) -> Verdict:
+    """`inside`: on pairs alone that run the line in the forward of a module."""
     start, effect = time.perf_counter(), "none"
     line = mutant.module, mutant.line
 
@@ -59,7 +60,10 @@ def by_verify(pool: Pool, mutant: Mutant, reached: Reached) -> Verdict:
         return Verdict(effect, says, str(pair), first, time.perf_counter() - start)
 
     spent = 0.0
-    for index in reached.chosen(line, mutant.rule == "skip a wait")[:MOST_PAIRS]:
+    pairs = reached.chosen(line, mutant.rule == "skip a wait")
+    if inside:
+        pairs = [index for index in pairs if reached.place(index, line) is not None]
+    for index in pairs[:MOST_PAIRS]:
         pair, clean, spent = PAIRS[index], reached.clean[index], spent + reached.seconds[index]
         if spent > MOST_S and spent > reached.seconds[index]:
             break
@@ -67,10 +71,10 @@ def by_verify(pool: Pool, mutant: Mutant, reached: Reached) -> Verdict:
         if isinstance(found, str):
             return verdict(pair.way, found, pair)
         if found.says:
-            place = reached.places[index].get(line)
-            scored = names_a_difference(found.says) and place is not None and "" not in place
-            right = "right" if scored and is_right(found.says, place) else "wrong"
-            return verdict(pair.way, found.says, pair, right if scored else "")
+            place, right = reached.place(index, line), ""
+            if place is not None and names_a_difference(found.says):
+                right = "right" if is_right(found.says, place) else "wrong"
+            return verdict(pair.way, found.says, pair, right)
         same = len(found.numbers) == len(clean.numbers)
         if not (same and np.allclose(found.numbers, clean.numbers, rtol=1e-8, atol=1e-12)):
             return verdict("missed", pair=pair)

@@ -7,6 +7,7 @@ import pickle
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,17 @@ class Reached:
     places: list[dict[Line, Place]]
     lines: dict[Line, list[int]]
 
+    def place(self, index: int, line: Line) -> Place | None:
+        """The modules in whose forwards a pair runs a line first and last; None where it runs
+        outside of them, or in the model's own."""
+        found = self.places[index].get(line)
+        return None if found is None or "" in found else found
+
+    def in_modules(self) -> set[Line]:
+        """The lines that run in forwards of modules."""
+        places = range(len(self.places))
+        return {at for i in places for at in self.places[i] if self.place(i, at) is not None}
+
     def chosen(self, line: Line, late: bool) -> list[int]:
         """The pairs that run a line: of each kind the quickest, those first. `late`: with late
         messages alone where they run it."""
@@ -46,8 +58,8 @@ class Reached:
         return [each[0] for each in of_kind.values()] + rest
 
 
-def reached_lines(pool: Pool) -> Reached:
-    """Of the source as it is."""
+def reached_lines(pool: Pool, pairs: Sequence[Pair]) -> Reached:
+    """Of the source as it is. `pairs`: with which PAIRS begins."""
     source = hashlib.sha256()
     here = Path(__file__).parent
     files = [*Path(weft.__file__).parent.rglob("*.py"), here / "subjects.py", here / "training.py"]
@@ -56,7 +68,7 @@ def reached_lines(pool: Pool) -> Reached:
     folder = Path(tempfile.gettempdir(), f"weft-mutations-{source.hexdigest()[:16]}")
     folder.mkdir(exist_ok=True)
     found = Reached([], [], [], {})
-    for index, pair in enumerate(PAIRS):
+    for index, pair in enumerate(pairs):
         kept = folder / str(pair)
         if not kept.exists():
             kept.write_bytes(pickle.dumps(_traced(pool, pair)))
@@ -71,8 +83,8 @@ def reached_lines(pool: Pool) -> Reached:
             found.lines.setdefault(line, []).append(index)
         if pair.way == "late":  # it runs the lines of the same pair without late messages
             before = PAIRS.index(Pair("verify", pair.model, pair.layout))
-            for pairs in found.lines.values():
-                pairs += [index] if before in pairs else []
+            for those in found.lines.values():
+                those += [index] if before in those else []
     return found
 
 

@@ -3,10 +3,12 @@
 change.
 
     python benchmarks/mutations/run.py --count 600
+    python benchmarks/mutations/run.py --count 300 --inside  # for the first names
     python benchmarks/mutations/survivors.py  # runs the tests on what verify does not see
     python benchmarks/mutations/tables.py  # the tables in README.md
 
-Writes results/mutants.jsonl; what is there already is not run again.
+Writes results/mutants.jsonl, or, with --inside, results/inside.jsonl, of lines alone that run in
+forwards of modules; what is there already is not run again.
 """
 
 from __future__ import annotations
@@ -25,30 +27,34 @@ sys.path[:0] = [str(HERE.parents[1] / "src"), str(HERE.parents[1]), str(HERE)]
 from judge import by_verify  # noqa: E402
 from mutants import all_mutants, drawn  # noqa: E402
 from pairs import reached_lines  # noqa: E402
+from subjects import PAIRS  # noqa: E402
 
 from weft.launch.local_workers import Pool  # noqa: E402
 
-RESULTS = HERE / "results" / "mutants.jsonl"
+RESULTS = HERE / "results"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--inside", action="store_true")
     args = parser.parse_args()
-    RESULTS.parent.mkdir(exist_ok=True)
-    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / ("inside.jsonl" if args.inside else "mutants.jsonl")
+    lines = path.read_text().splitlines() if path.exists() else []
     kept = {json.loads(line)["key"] for line in lines}
     with Pool(4) as pool:
-        reached = reached_lines(pool)
-        mutants = all_mutants(reached.lines)
+        inside = [pair for pair in PAIRS if pair.way == "verify"]
+        reached = reached_lines(pool, inside if args.inside else PAIRS)
+        mutants = all_mutants(reached.lines if not args.inside else reached.in_modules())
         print(f"{len(mutants)} mutants of {len({m.module for m in mutants})} modules", flush=True)
         chosen = drawn(mutants, args.count, args.seed)
         for number, mutant in enumerate(chosen):
             if mutant.key in kept:
                 continue
-            verdict = by_verify(pool, mutant, reached)
-            with RESULTS.open("a") as file:
+            verdict = by_verify(pool, mutant, reached, args.inside)
+            with path.open("a") as file:
                 row = {"key": mutant.key, **asdict(mutant), **asdict(verdict)}
                 file.write(json.dumps(row) + "\n")
             print(

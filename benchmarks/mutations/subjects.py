@@ -42,6 +42,7 @@ SYNCS: dict[str, dict[str, Any]] = {
     "local_sgd": {"name": "local_sgd", "period": 2},
     "bmuf": {"name": "bmuf", "period": 2, "momentum": 0.6, "rate": 0.8, "nesterov": True},
     "diloco": {"name": "diloco", "period": 4, "fragments": 3, "delay": 2},
+    "streaming": {"name": "diloco", "period": 3, "fragments": 3, "delay": 2, "codec": POWER},
     "diloco-int8": {"name": "diloco", "period": 2, "codec": "int8"},
     "async": {"name": "parameter_server", "servers": 2, "staleness": 2},
     "async-topk": {"name": "parameter_server", "staleness": 1, "codec": TOPK},

@@ -28,7 +28,14 @@ def read() -> list[Row]:
 
 
 def _lines(name: str) -> list[Row]:
-    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
+    path = RESULTS / name
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def scored(rows: list[Row]) -> list[Row]:
+    """Those of a first name that is right or wrong, each once: also of the draw inside modules."""
+    found = {row["key"]: row for row in [*rows, *_lines("inside.jsonl")] if row["first"]}
+    return list(found.values())
 
 
 def column(row: Row) -> str:
@@ -41,15 +48,13 @@ def column(row: Row) -> str:
 
 
 def table(title: str, rows: list[Row], key: Callable[[Row], str]) -> list[str]:
-    lines = [f"| {title} | {' | '.join(COLUMNS)} | first name |", "|---|" + "---:|" * 8]
+    lines = [f"| {title} | {' | '.join(COLUMNS)} |", "|---|" + "---:|" * 7]
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         groups[key(row)].append(row)
     for name, each in [*sorted(groups.items()), ("all", rows)]:
         counts = Counter(map(column, each))
-        names = Counter(row["first"] for row in each if row["first"])
-        right = f"{names['right']} of {names.total()}" if names else ""
-        lines.append(f"| {name} | {' | '.join(str(counts[c]) for c in COLUMNS)} | {right} |")
+        lines.append(f"| {name} | {' | '.join(str(counts[c]) for c in COLUMNS)} |")
     return [*lines, ""]
 
 
@@ -57,7 +62,8 @@ def summary(rows: list[Row]) -> list[str]:
     counts = Counter(map(column, rows))
     by_verify = sum(counts[each] for each in SEEN)
     changing = by_verify + counts["tests"] + counts["survive"]
-    names = Counter(row["first"] for row in rows if row["first"])
+    inside, named = _lines("inside.jsonl"), scored(rows)
+    names = Counter(row["first"] for row in named)
     sampled = [row for row in rows if row["effect"] in ("plan", "none") and row["test"] is not None]
     caught = sum(bool(row["test"]) for row in sampled)
     ended = sum(row["effect"] in SEEN and row["says"].startswith(ENDS) for row in rows)
@@ -74,9 +80,23 @@ def summary(rows: list[Row]) -> list[str]:
         f" {caught}. If that share holds for the {untried} on which they were not run, {likely}"
         f" change something, and verify alone catches {by_verify / likely:.0%}.",
         f"- The first name is that of the right module for {names['right']} of the {names.total()}"
-        f" for which it can be told ({names['right'] / max(1, names.total()):.0%}).",
+        f" for which it can be told ({names['right'] / max(1, names.total()):.0%}): of these and of"
+        f" {len(inside)} mutants of another draw, of lines alone that run in forwards of modules.",
     ]
     return [textwrap.fill(each, 100, subsequent_indent="  ") for each in shares] + [""]
+
+
+def first_names(rows: list[Row]) -> list[str]:
+    """By module: how many first names are right, and what wrong ones are."""
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in scored(rows):
+        groups[row["module"]].append(row)
+    lines = ["| module | right | wrong | wrong names |", "|---|---:|---:|---|"]
+    for module, each in sorted(groups.items()):
+        wrong = [row for row in each if row["first"] == "wrong"]
+        told = "; ".join(f"line {row['line']}: {row['says'].partition(' (')[0]}" for row in wrong)
+        lines.append(f"| `{module}` | {len(each) - len(wrong)} | {len(wrong)} | {told} |")
+    return [*lines, ""]
 
 
 def listed(rows: list[Row]) -> list[str]:
@@ -98,6 +118,7 @@ def main() -> None:
         *summary(rows),
         *table("package", rows, lambda row: row["module"].split(".")[1]),
         *table("rule", rows, lambda row: row["rule"]),
+        *first_names(rows),
         "Mutants that change numbers of which verify says nothing:",
         "",
         *listed(rows),

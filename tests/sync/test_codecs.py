@@ -316,6 +316,13 @@ def test_powersgd_is_its_paper() -> None:
         torch.testing.assert_close(states[1]["residual"][: 64 * 48].view(64, 48), errors[1])
 
 
+def test_powersgd_begins_every_bucket_with_other_factors() -> None:
+    like, each = torch.zeros(NUMEL, dtype=torch.float64), CODECS["powersgd"]
+    one, same, other = (each.state(SHAPES, like, name)["right"] for name in ("a", "a", "b"))
+    assert torch.equal(one, same)
+    assert not bool((one == other).any())
+
+
 @pytest.mark.parametrize("name", [n for n, c in CODECS.items() if c.scatters])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_reduce_scatter_gives_each_its_part(name: str, ranks: int) -> None:

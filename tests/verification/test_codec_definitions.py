@@ -206,6 +206,14 @@ MUTANTS: dict[str, tuple] = {
         "torch.mm(matrix, right, out=left)",
         "torch.mm(matrix, torch.ones_like(right) + right[:1], out=left)",
     ),
+    "the same first factors in every bucket": (
+        POWER,
+        "dp2",
+        f"{BLOCKS}.powersgd",
+        "PowerSGD.state",
+        "generator_of(bucket,",
+        'generator_of("",',
+    ),
     "not orthogonal": (
         POWER,
         "dp2",

@@ -215,6 +215,15 @@ def test_what_both_sides_run_is_seen(pool: Any, name: str) -> None:
     assert not result.passed, result
 
 
+@pytest.mark.parametrize("layout", ["dp2", "ep2"])
+def test_the_module_is_named_that_gave_a_wrong_tensor_after_a_right_one(
+    pool: Any, layout: str
+) -> None:
+    mutant = Mutant(MOE, "Gate.forward", "if self.active > 1:", "if self.active > 2:")
+    result = pool.run(both_sides, mutant, CASES["experts"].case(), layout, world=2)[0]
+    assert str(result.first).startswith("output of blocks.0.mlp.gate ("), result
+
+
 def test_a_collective_of_later_steps_alone_is_seen(pool: Any) -> None:
     """It changes no number."""
     update = "self._update(missing, self.steps_done)"

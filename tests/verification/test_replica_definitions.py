@@ -131,6 +131,13 @@ MUTANTS: dict[str, tuple] = {
         "since == self._sync.delay",
         "since == self._sync.delay - 1",
     ),
+    "a weight that nobody exchanges": (
+        "local_sgd",
+        OUTER,
+        "message_params",
+        "if weight.name in names:",
+        "if weight.name in names and weight is not trained[0]:",
+    ),
     "what was done meanwhile is lost": (
         "streaming",
         OUTER,

@@ -17,6 +17,7 @@ from .codec import (
     ReplicaView as ReplicaView,
     RequestSize as RequestSize,
     Shapes as Shapes,
+    generator_of as generator_of,
     numel_of as numel_of,
 )
 from .compile_options import (

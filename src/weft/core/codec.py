@@ -105,9 +105,9 @@ class Codec(ABC):
         """Whether it keeps what a message leaves out, and adds it to the next one."""
         return False
 
-    def state(self, shapes: Shapes, like: Tensor) -> CodecState:
+    def state(self, shapes: Shapes, like: Tensor, bucket: str = "") -> CodecState:
         """What is kept for a bucket of tensors of these shapes, which lie one after the other in
-        `like` [n]."""
+        `like` [n]. `bucket`: its name, as of a ReplicaView."""
         return {}
 
     @abstractmethod
@@ -171,7 +171,7 @@ class MessageCodec(Codec):
     def keeps_residual(self) -> bool:
         return self.feedback
 
-    def state(self, shapes: Shapes, like: Tensor) -> CodecState:
+    def state(self, shapes: Shapes, like: Tensor, bucket: str = "") -> CodecState:
         kept = {"residual": torch.zeros_like(like)} if self.feedback else {}
         return kept | ({"calls": torch.zeros((), dtype=torch.int64)} if self.draws else {})
 
@@ -184,8 +184,7 @@ class MessageCodec(Codec):
             return None
         state["calls"] += 1
         key = f"{int(state['calls'])} {peers.size} {peers.index} {peers.bucket}"
-        seed = int.from_bytes(blake2b(key.encode(), digest_size=4).digest(), "big")  # bits it takes
-        return torch.Generator(device).manual_seed(seed)
+        return generator_of(key, device)
 
     def reduce(self, x: Tensor, state: CodecState, shapes: Shapes, peers: ReplicaView) -> Reduction:
         generator = self.generator(state, peers, x.device)
@@ -272,6 +271,12 @@ class MessageCodec(Codec):
             return [RequestSize("gather", self.nbytes(n), 1)]
         part = self.nbytes(self._part(n, peers))
         return [RequestSize("scatter", part, 1), RequestSize("gather", part, 1)]
+
+
+def generator_of(text: str, device: torch.device) -> torch.Generator:
+    """Draws that a text tells from others."""
+    seed = int.from_bytes(blake2b(text.encode(), digest_size=4).digest(), "big")  # bits it takes
+    return torch.Generator(device).manual_seed(seed)
 
 
 def numel_of(shapes: Shapes) -> int:

@@ -36,7 +36,8 @@ def first_activation(
             continue
         wanted = [r.outputs for r in references]
         if _differs(engine, name, call, trace.outputs, wanted, 1.0, bound):
-            found.append(((0, "output", place), f"output of {name or 'the model'}"))
+            given = _giver(engine, trace, references, place, bound)
+            found.append(((0, "output", place), f"output of {given or name or 'the model'}"))
             break
     agreed = ""
     factor = engine.plan.batch * scale / engine.loss_scale
@@ -59,6 +60,25 @@ def first_activation(
             break
         agreed = (name or agreed or "the model") if differs is False else agreed
     return found
+
+
+def _giver(
+    engine: TrainingEngine,
+    trace: ActivationRecorder,
+    references: list[ActivationRecorder],
+    place: int,
+    bound: float,
+) -> str | None:
+    """The first module beside that of this place, whose output differs, that had given it something
+    else than its first tensor, as a gate gives weights beside logits, and that differs."""
+    calls = [*_calls(references[0].forward)]
+    around = calls[place][0].rpartition(".")[0]
+    for name, call in calls[:place] if around else ():
+        for number, mine in trace.beside.items() if name.rpartition(".")[0] == around else ():
+            wanted = [r.beside.get(number, {}) for r in references]
+            if name in mine and _differs(engine, name, call, mine, wanted, 1.0, bound):
+                return name
+    return None
 
 
 def _calls(names: list[str]) -> Iterator[tuple[str, int]]:

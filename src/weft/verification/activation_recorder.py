@@ -27,7 +27,8 @@ class ActivationRecorder:
     microbatch by microbatch.
 
     `forward` and `backward` name the modules in the order in which these came, one entry per
-    tensor; `reached`: the places in `forward` to which backward came; `needing`: those of calls
+    tensor; `beside`: by number, what calls put out after that tensor, if it is no larger;
+    `reached`: the places in `forward` to which backward came; `needing`: those of calls
     that got a tensor which needs a gradient; `giving`: of those whose output does. `cores`: calls
     of attention. `calls`: how often each module was called; `shapes`: of what entered and left each
     time; `entered`: every tensor that did. `called_again`, `left_again`: in backward, by a model
@@ -36,6 +37,7 @@ class ActivationRecorder:
 
     outputs: dict[str, list[Tensor]] = field(default_factory=dict)
     gradients: dict[str, list[Tensor]] = field(default_factory=dict)
+    beside: dict[int, dict[str, list[Tensor]]] = field(default_factory=dict)
     crossings: dict[str, BoundaryShape] = field(default_factory=dict)
     shapes: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = field(default_factory=dict)
     entered: dict[str, list[SequenceInput]] = field(default_factory=dict)
@@ -89,6 +91,18 @@ def first_tensor(value: Any) -> Tensor | None:
     return next((found for part in parts if (found := first_tensor(part)) is not None), None)
 
 
+def _others(output: Any, first: Tensor) -> list[Tensor]:
+    """What a module puts out after its first floating-point tensor, of that size or smaller."""
+    return [
+        t
+        for t in tree_leaves(output, Tensor)
+        if t is not first
+        and t.is_floating_point()
+        and t.numel() <= first.numel()
+        and not isinstance(t, PlaceholderTensor)
+    ]
+
+
 @contextmanager
 def record_activations(
     model: nn.Module, samples: int, now: Callable[[], tuple[str, int]] = lambda: ("", 0)
@@ -132,6 +146,8 @@ def record_activations(
         if out.is_leaf and out.requires_grad:
             return  # received from another stage, which records it
         keep(trace.outputs, trace.forward, name, out)
+        for number, other in enumerate(_others(output, out)):
+            keep(trace.beside.setdefault(number, {}), [], name, other)
         shape = (0,) if entered is None else tuple(entered.shape)
         trace.shapes.setdefault(name, []).append((shape, tuple(out.shape)))
         given = tree_leaves((args, kwargs), Tensor)
@@ -235,6 +251,7 @@ def record_activations(
         for record in (
             trace.outputs,
             trace.gradients,
+            *trace.beside.values(),
         ):  # a schedule takes microbatches in an order of its own
             for tensors in record.values():
                 tensors.sort(key=lambda tensor: places[id(tensor)])

@@ -1,5 +1,5 @@
 """The definition of a plan's codec for one bucket, with what the definition takes as data: the
-codec's options, and the random numbers that it draws, which are held to laws."""
+codec's options, and the roundings that it draws at random, which are held to laws."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class DefinedCodec:
     hold what is drawn for all buckets together, by the `name` of each."""
 
     def __init__(self, codec: Codec, shapes: Shapes, view: ReplicaView, laws: DrawLaws, name: str):
-        self._codec, self._shapes, self._view = codec, shapes, view
+        self._codec, self._view = codec, view
         self._states = [codec.state([], torch.zeros(0)) for _ in range(view.size)]
         self._calls = [0] * view.size
         self._laws, self._name = laws, name
         options = options_of(codec)
-        args = options, shapes, view.size, view.sharded, self._noise, self._start
+        args = options, shapes, view.size, view.sharded, self._noise, view.bucket
         self.plain: PlainCodec = plain_codec(*args)
 
     def _noise(self, rank: int) -> Noise | None:
@@ -54,18 +54,6 @@ class DefinedCodec:
         name = f"the rounding of {self._codec.name} by replica {rank}, of the bucket {self._name},"
         below, eps = partial(torch.clamp, min=0.0, max=1.0), torch.finfo(found.dtype).eps
         self._laws.numbers(found, below, eps, call, name)
-        return found
-
-    def _start(self, n: int) -> Tensor:
-        like = torch.zeros(sum(map(torch.Size.numel, map(torch.Size, self._shapes))))
-        found = self._codec.state(self._shapes, like.double())["right"]
-        name = f"what {self._codec.name} begins with"
-        if found.shape != (n,):
-            self._laws.broken.append(f"{name} is {found.numel()} numbers, not {n}")
-            return torch.zeros(n, dtype=torch.float64)
-        if n:
-            # all buckets begin with the same numbers
-            self._laws.numbers(found, torch.special.ndtr, 0.0, 0, name)
         return found
 
 

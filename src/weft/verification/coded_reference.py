@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from weft.core import REPLICA_AXIS, ConfigError, Plan
-from weft.nn import Randomness, is_whole_batch, model_arguments, named_inputs
+from weft.nn import Randomness, is_whole_batch
 from weft.parallel import STATE_AXES
 
 from .case import Case
@@ -30,6 +30,7 @@ from .codec_definitions import (
 from .parcels import bucket_parcels, samples_of, scattered_units
 from .plain.draw_laws import DrawLaws
 from .plain.functions import PlainFunctions
+from .plain.inputs import plain_arguments, plain_inputs
 from .plain.parameter_groups import plain_optimizer
 from .plain_run import known_positions, loss_of, prepare_plain
 from .reference import Reference, final_state, norms_of, run_reference
@@ -50,7 +51,7 @@ def run_coded(case: Case, layout: str, steps: int) -> Reference:
         raise _untold(codec.name, "its gates balance the tokens of all replicas")
     randomness, laws = Randomness(case.seed), DrawLaws()
     experts = prepare_plain(case, model, alone, randomness)
-    params, inputs = dict(model.named_parameters()), case.inputs or named_inputs(model)
+    params, inputs = dict(model.named_parameters()), plain_inputs(model, case.inputs)
     trained = {n: p for n, p in params.items() if p.requires_grad}
     exchange = _GradientExchange(plan)
     case = replace(case, within=codec_bounds(codec, exchange.ranks))
@@ -80,7 +81,7 @@ def run_coded(case: Case, layout: str, steps: int) -> Reference:
                 positions = known_positions(inputs, micro)
                 functions = PlainFunctions(randomness, laws, None, None, positions)
                 with case.mode(), functions.active():
-                    output = model(**model_arguments(inputs, micro))
+                    output = model(**plain_arguments(inputs, micro))
                     part, count, _ = loss_of(case.loss, output, micro)
                     (sum(functions.added, part) / plan.batch).backward()
                 sums += torch.stack([part.detach(), torch.as_tensor(count).double()])

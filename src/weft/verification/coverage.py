@@ -9,7 +9,7 @@ from weft.core import OFF, PrecisionConfig, RunConfig
 
 from .difference import BOUNDS
 from .training_check import TrainingResult, rate_text
-from .verified_settings import exact_sync
+from .verified_settings import deep_sync, exact_sync
 
 CHECKED, DEEP, NOT = "checked", "with --deep", "not checked"
 
@@ -54,7 +54,8 @@ def coverage(
         rows.append(Covered(NOT, "calls between the driver and its workers"))
     else:
         rows.append(Covered(CHECKED, collectives))
-    deep = CHECKED if trained else DEEP
+    deep, exact, by_deep = CHECKED if trained else DEEP, exact_sync(run.sync), deep_sync(run.sync)
+    short = "" if by_deep.name == run.sync.name else f", with {by_deep.name}"  # what trains then
     happened = {what for result in trained for what in result.happened}
     rows.append(Covered(deep, f"learning rate: {rate_text(run)}"))
     for key, what in (
@@ -63,24 +64,28 @@ def coverage(
         ("rollback", "steps taken back by train.rollback"),
     ):
         if getattr(t, key) is not None:
-            rows.append(Covered(NOT if trained and key not in happened else deep, what))
+            rows.append(Covered(NOT if trained and key not in happened else deep, what + short))
     if t.ema is not None:
         rows.append(Covered(deep, "averages of weights: train.ema"))
     if t.eval_every:
-        rows.append(Covered(deep, "validation"))
-    rows.append(Covered(deep, "saving; resuming on the same layout and on others"))
+        rows.append(Covered(deep, f"validation{short}"))
+    if by_deep.name != exact.name:
+        rows.append(Covered(deep, "saving; resuming on the same layout"))
+        rows.append(Covered(NOT, f"resuming under {by_deep.name} on another layout"))
+    else:
+        rows.append(Covered(deep, f"saving; resuming on the same layout and on others{short}"))
     name = _name(run.precision)
     if name != _name(precision):
         how = f": with --precision {name}" if name in BOUNDS else ""
         rows.append(Covered(NOT, f"rounding in {name}, which the run computes in{how}"))
-    exact = exact_sync(run.sync)
     if changed:
         rows.append(Covered(NOT, changed))
     elif run.sync != exact:
         by = f"[sync] {run.sync.name}, {run.sync.codec}"
         rows.append(Covered(CHECKED, f"{by}: by its own definition"))
-        if trained:
-            rows.append(Covered(NOT, f"training with {by}: --deep trains with {exact.name}"))
+        if trained and (by_deep.name, by_deep.codec) != (run.sync.name, run.sync.codec):
+            instead = f"{by_deep.name}, {by_deep.codec}"
+            rows.append(Covered(NOT, f"training with {by}: --deep trains with {instead}"))
     for key in ("async_tp", "offload_activations"):
         if getattr(t, key):
             rows.append(Covered(NOT, f"train.{key}, which needs GPUs"))

@@ -12,13 +12,14 @@ import time
 import torch
 from torch import Tensor
 
-from weft.nn import Randomness, model_arguments, named_inputs
+from weft.nn import Randomness
 
 from .activation_recorder import record_activations
 from .case import Case
 from .plain.delayed_weights import update_of, version_of
 from .plain.draw_laws import DrawLaws
 from .plain.functions import PlainFunctions
+from .plain.inputs import plain_arguments, plain_inputs
 from .plain.parameter_groups import plain_optimizer
 from .plain_run import known_positions, loss_of, prepare_plain
 from .reference import Reference, final_state
@@ -32,7 +33,7 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
     assert plan.staging is not None
     randomness, laws = Randomness(case.seed), DrawLaws()
     experts = prepare_plain(case, model, alone, randomness)
-    params, inputs = dict(model.named_parameters()), case.inputs or named_inputs(model)
+    params, inputs = dict(model.named_parameters()), plain_inputs(model, case.inputs)
     stages = [
         [n for n in stage.weights if params[n].requires_grad] for stage in plan.staging.stages
     ]
@@ -65,7 +66,7 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
                 ).active() as functions,
             ):
                 output = torch.func.functional_call(
-                    model, weights, (), model_arguments(inputs, micro)
+                    model, weights, (), plain_arguments(inputs, micro)
                 )
                 part, count, _ = loss_of(case.loss, output, micro)
                 minimised = sum(functions.added, part)

@@ -24,8 +24,6 @@ from weft.nn import (
     Randomness,
     count_labels,
     is_whole_batch,
-    model_arguments,
-    named_inputs,
     weighed_loss,
 )
 from weft.parallel import Mesh, call_forwards_with_hooks, cast_arguments, parallelize
@@ -35,6 +33,7 @@ from .case import Case
 from .plain.draw_laws import DrawLaws
 from .plain.experts import PlainExperts
 from .plain.functions import PlainFunctions
+from .plain.inputs import plain_arguments, plain_inputs
 from .plain.losses import plain_loss
 from .plain.parameter_groups import leave_frozen, plain_optimizer
 from .plain.places import name_places
@@ -77,7 +76,7 @@ class PlainRun:
         self.case, self.model = case, case.model().train()
         leave_frozen(self.model, case.frozen)
         self.plan = case.lay(self.model, "dp1")
-        self.inputs = case.inputs if case.inputs is not None else named_inputs(self.model)
+        self.inputs = plain_inputs(self.model, case.inputs)
         self.randomness, self.laws = Randomness(case.seed), DrawLaws()
         self.experts = prepare_plain(case, self.model, self.plan, self.randomness)
         self.masters = Masters(self.model, self.plan)
@@ -179,8 +178,8 @@ class PlainRun:
         self.experts.move(taken)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> float:
-        """The mean loss, in evaluation mode, over all that counts in these batches."""
+    def evaluate(self, batches: Iterable[Batch]) -> tuple[float, float]:
+        """(sum, weight) of the loss over all that counts in these batches, in evaluation mode."""
         loss_sum = weight = 0.0
         self.model.eval()
         for batch in batches:
@@ -188,7 +187,7 @@ class PlainRun:
                 part, count, _ = loss_of(self.case.loss, self._forward(batch), batch)
             loss_sum, weight = loss_sum + float(part), weight + float(count)
         self.model.train()
-        return loss_sum / weight
+        return loss_sum, weight
 
     def _count(self, name: str, module: nn.Module, args: tuple) -> None:
         self.calls[name] += 1
@@ -199,7 +198,7 @@ class PlainRun:
         return PlainFunctions(self.randomness, self.laws, seen, asked, known)
 
     def _forward(self, batch: Batch) -> Any:
-        given = cast_arguments(self.plan.dtypes, model_arguments(self.inputs, batch))
+        given = cast_arguments(self.plan.dtypes, plain_arguments(self.inputs, batch))
         return self.model(**given)
 
 

@@ -20,6 +20,7 @@ from weft.core import Plan
 
 from .activation_recorder import ActivationRecorder
 from .case import Case
+from .plain.optimizers import AnyOptimizer
 from .plain_run import NeedsMicrobatches, PlainRun, StepRecord, fitting_scale
 
 Batch = dict[str, Tensor]
@@ -117,7 +118,7 @@ def reference_steps(
 
 def final_state(
     model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
+    optimizers: Sequence[AnyOptimizer],
     updated: Mapping[str, nn.Parameter],
 ) -> dict[str, Tensor]:
     """Weights, buffers and optimizer state. `updated`: what the optimizers know, by name."""

@@ -18,7 +18,13 @@ from .case import Batch, Case
 from .codec_definitions import EXACT, DefinedCodec, codec_bounds, describe_codec, rounding_optimizer
 from .parcels import Parcel, parcel_of, samples_of
 from .plain.draw_laws import DrawLaws
-from .plain.replicas import RULES, PlainReplicas, Weights, mean_difference
+from .plain.replicas import (
+    RULES,
+    PlainReplicas,
+    Weights,
+    mean_difference,
+    part_faults,
+)
 from .reference import Reference, reference_steps
 
 MOST_STEPS = 20  # to two exchanges of each part of a model; a longer period is shortened
@@ -47,10 +53,7 @@ def run_replicas(case: Case, layout: str, steps: int) -> Reference:
         for number, samples in enumerate(samples_of(plan, REPLICA_AXIS))
     ]
     trained = {n: p.detach() for n, p in case.model().named_parameters() if p.requires_grad}
-    exchange = _WeightExchange(plan, sync)
-    options = {f.name: getattr(sync, f.name) for f in fields(sync)}
-    mean = mean_difference if codec.name == "identity" else exchange
-    replicas = PlainReplicas(sync.name, options, trained, exchange.parts, mean)
+    replicas, exchange = exchanging(plan, trained)
     for step in range(1, max(steps, _steps_of(sync)) + 1):
         replicas.after(step, [_weights(next(run), trained) for run in runs])
     found = []
@@ -64,6 +67,17 @@ def run_replicas(case: Case, layout: str, steps: int) -> Reference:
         found[-1].final |= {f"outer/{name}": tensor for name, tensor in kept.items()}
         found[-1].broken = (*found[-1].broken, *exchange.broken)
     return replace(found[0], replicas=tuple(found))
+
+
+def exchanging(plan: Plan, trained: Weights) -> tuple[PlainReplicas, WeightExchange]:
+    """What exchanges the weights of all replicas of a plan. `trained`: those that they begin
+    with."""
+    sync = plan.sync
+    assert isinstance(sync, LocalSteps)
+    exchange = WeightExchange(plan, sync)
+    options = {f.name: getattr(sync, f.name) for f in fields(sync)}
+    mean = mean_difference if sync.codec.name == "identity" else exchange
+    return PlainReplicas(sync.name, options, trained, exchange.parts, mean), exchange
 
 
 def shortened(sync: LocalSteps) -> LocalSteps:
@@ -91,7 +105,7 @@ def _describe(sync: LocalSteps, configured: LocalSteps) -> str:
     return ", ".join([sync.name, *found, f"differences in {describe_codec(sync.codec)}"])
 
 
-class _WeightExchange:
+class WeightExchange:
     """Differences of weights through a codec: the parts of the model, and the messages that the
     ranks of a replica make of each."""
 
@@ -111,10 +125,12 @@ class _WeightExchange:
                     own = replace(view, bucket=parcel.name)
                     coded = DefinedCodec(sync.codec, parcel.shapes, own, self._laws, parcel.name)
                     self._messages[number].append((parcel, coded))
+        trained = [w.name for w in plan.weights if w.trainable]
+        self._faults = part_faults(self.parts, trained)
 
     @property
     def broken(self) -> list[str]:
-        return self._laws.broken
+        return [*self._faults, *self._laws.broken]
 
     def __call__(self, number: int, anchor: Weights, sent: Sequence[Weights]) -> Weights:
         found = {name: torch.zeros_like(value) for name, value in anchor.items()}

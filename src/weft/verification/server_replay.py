@@ -22,7 +22,7 @@ from weft.core import (
 )
 from weft.engine import AsyncServerReplicas, TrainingEngine, UpdateOrder
 from weft.launch import Watchdog
-from weft.nn import Randomness, is_whole_batch, model_arguments, named_inputs
+from weft.nn import Randomness, is_whole_batch
 
 from .case import Case
 from .codec_definitions import DefinedCodec, codec_bounds, describe_codec
@@ -32,6 +32,7 @@ from .layout_result import LayoutResult
 from .parcels import samples_of
 from .plain.draw_laws import DrawLaws
 from .plain.functions import PlainFunctions
+from .plain.inputs import plain_arguments, plain_inputs
 from .plain.servers import PlainServer, order_faults
 from .plain_run import known_positions, loss_of, prepare_plain
 from .reference import Reference, norms_of
@@ -152,7 +153,7 @@ class _Worker:
         self.randomness, self.laws = Randomness(case.seed), DrawLaws()
         self.experts = prepare_plain(case, self.model, self.plan, self.randomness)
         self.params = dict(self.model.named_parameters())
-        self.inputs = case.inputs or named_inputs(self.model)
+        self.inputs = plain_inputs(self.model, case.inputs)
         self.pushed: list[Grads] = []
         self.taken, self.after = 0, list[Grads]()  # weights after each step
         self.found = Reference(tuple(self.params))
@@ -177,7 +178,7 @@ class _Worker:
             positions = known_positions(self.inputs, micro)
             functions = PlainFunctions(self.randomness, self.laws, None, None, positions)
             with case.mode(), functions.active():
-                output = self.model(**model_arguments(self.inputs, micro))
+                output = self.model(**plain_arguments(self.inputs, micro))
                 part, count, _ = loss_of(case.loss, output, micro)
                 sum(functions.added, part).backward()
             sums += torch.stack([part.detach(), torch.as_tensor(count).double()])

@@ -239,8 +239,10 @@ def saved_state_errors(
             if not of_optimizer:  # else a gradient that never came
                 errors[f"{name} (on one side only)"] = inf
             continue
-        floor = bounds.typical * typical * sqrt(final[name].numel())
-        if name not in weights:
+        floor, owner = bounds.typical * typical * sqrt(final[name].numel()), name.split("/")[1:2]
+        if name.startswith("outer/"):  # a difference of weights is measured as they are
+            floor = norms_of({n: final[n] for n in owner})[0]
+        elif name not in weights:
             floor = bounds.small * _norm_like(name, final)
         parts = whole_shard(name, saved[name]).chunks
         error = tensor_error(saved[name], parts, final[name], floor)

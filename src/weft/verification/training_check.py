@@ -25,8 +25,15 @@ from torch import Tensor, nn
 from weft.checkpoint import CHECKPOINTS, CheckpointReader, checkpoint_path, read_index
 from weft.core import ConfigError, Plan, RunConfig, WorkerDied
 from weft.engine import Float64Mode
-from weft.launch import ScratchFolder, run_workers
-from weft.train import METRICS, build_lr_factor, on_own_layout, train, tried_steps
+from weft.launch import ScratchFolder, run_replicas, run_workers
+from weft.train import (
+    METRICS,
+    build_lr_factor,
+    on_own_layout,
+    replica_ranks,
+    train,
+    tried_steps,
+)
 
 from .case import Batch, Case, to_float64
 from .difference import Bounds
@@ -34,6 +41,7 @@ from .plain.outliers import SEEN
 from .plain.rates import rate_factor
 from .plain_run import needs_microbatches
 from .tensor_errors import error_ratio, saved_state_errors
+from .trainees import trainees_of
 from .training_reference import Trajectory, reachable_limits, train_plainly
 
 STEPS = 20
@@ -77,6 +85,7 @@ class TrainingDefinition:
 
     run: RunConfig
     trajectory: Trajectory
+    replicas: int = 1  # that step by themselves
 
     @property
     def step(self) -> int:
@@ -117,33 +126,37 @@ def verify_training(
         layouts: the layouts.
         done: gets each result when it is there.
     """
-    defined = define_training(run, case, validation)
-    happened = tuple(sorted({what for each in defined for what in each.trajectory.happened}))
-    results = []
+    plain, results = define_training(run, case, validation), []
     with ScratchFolder() as scratch:
         alone = Path(scratch.path, "alone")
-        on_one = _train(on_own_layout(defined[0].run, "dp1"), alone)
+        on_one = _train(on_own_layout(plain[0].run, "dp1"), alone)
         for number, layout in enumerate(layouts):
+            apart = replica_ranks(on_own_layout(run, layout))
+            defined = define_training(run, case, validation, layout) if apart else plain
             here = Path(scratch.path, str(number))
             proofs = training_proofs(defined[0], layout, here)
             for another in defined[1:]:
                 proofs += training_proofs(another, layout, here / "rollback")
-            proofs += other_layout_proofs(defined[0], layout, here, alone)
-            steps = f"{defined[0].run.train.steps} steps"
-            proofs.insert(1, _proof(steps, on_one, defined[0].trajectory, note="on dp1: "))
-            results.append(TrainingResult(layout, tuple(proofs), happened))
+            if defined[0].replicas == 1:
+                proofs += other_layout_proofs(defined[0], layout, here, alone)
+            steps = f"{plain[0].run.train.steps} steps"
+            proofs.insert(1, _proof(steps, on_one, plain[0].trajectory, note="on dp1: "))
+            happened = {what for each in defined for what in each.trajectory.happened}
+            results.append(TrainingResult(layout, tuple(proofs), tuple(sorted(happened))))
             done(results[-1])
     return results
 
 
 def define_training(
-    run: RunConfig, case: Case, validation: Callable[[int], Batch]
+    run: RunConfig, case: Case, validation: Callable[[int], Batch], layout: str = "dp1"
 ) -> list[TrainingDefinition]:
-    """What one device does in one or two short runs; arguments as of `verify_training`."""
+    """What one device does in one or two short runs, or does in turn for each replica of the layout
+    where these step by themselves; arguments as of `verify_training`."""
     short = short_run(run)
     case = replace(case, build=partial(_drawn_in_float64, case.build))
     batches = [to_float64(validation(n)) for n in range(short.train.eval_batches)]
-    found: list[TrainingDefinition] = run_workers(_train_by_definition, 1, case, short, batches)[0]
+    given = case, short, batches, layout
+    found: list[TrainingDefinition] = run_workers(_train_by_definition, 1, *given)[0]
     return found
 
 
@@ -211,16 +224,20 @@ def _drawn_in_float64(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _train_by_definition(
-    case: Case, run: RunConfig, validation: Sequence[Batch]
+    case: Case, run: RunConfig, validation: Sequence[Batch], layout: str
 ) -> list[TrainingDefinition]:
-    every = run.checkpoint.every
+    plan, every = case.lay(case.model(), layout), run.checkpoint.every
     in_microbatches, rates = needs_microbatches(case), defined_rates(run)
+    count = plan.layout.replica_count if plan.replicas_step_independently else 1
 
     def train_with(rules: Any) -> Trajectory:
-        return train_plainly(case, rules, rates, every, validation, in_microbatches)
+        trainees, exchange = trainees_of(case, plan, validation, in_microbatches)
+        return train_plainly(trainees, rules, rates, every, exchange)
 
     runs = reachable_limits(run.train, train_with)
-    return [TrainingDefinition(run.model_copy(update={"train": t}), found) for t, found in runs]
+    return [
+        TrainingDefinition(run.model_copy(update={"train": t}), found, count) for t, found in runs
+    ]
 
 
 # ---- runs of weft train --------------------------------------------------------------------------
@@ -231,12 +248,12 @@ def _train(run: RunConfig, folder: Path, begin: Path | None = None) -> _Trained 
     wrong, in its place."""
     step = run.checkpoint.every
     if begin is not None:
-        saved = checkpoint_path(Path(CHECKPOINTS), step)
-        shutil.copytree(begin / saved, folder / saved)
+        whole = begin / CHECKPOINTS
+        for kept in (whole, *whole.glob("replica-*")):  # each has its own, where they are apart
+            saved = checkpoint_path(kept, step)
+            shutil.copytree(saved, folder / saved.relative_to(begin))
     try:
-        run_workers(
-            _quietly, run.world, run.model_copy(update={"output": str(folder)}), bool(begin)
-        )
+        _run_ranks(run, _quietly, run.model_copy(update={"output": str(folder)}), bool(begin))
     except WorkerDied as error:
         return f"does not run: {error.report.strip().splitlines()[-1]} (rank {error.rank})"
     lines: dict[int, dict[str, float]] = {}
@@ -247,6 +264,15 @@ def _train(run: RunConfig, folder: Path, begin: Path | None = None) -> _Trained 
     with CheckpointReader(checkpoint_path(folder / CHECKPOINTS, contents.step), contents) as reader:
         tensors = {name: reader.read_tensor(name) for name in contents.tensors}
     return _Trained(lines, tensors, contents.scalars)
+
+
+def _run_ranks(run: RunConfig, function: Callable[..., Any], *args: Any) -> None:
+    """In the processes that `weft train` would start. Raises WorkerDied."""
+    replicas = replica_ranks(run)
+    if replicas:
+        run_replicas(function, replicas, *args, needed=range(len(replicas)))
+    else:
+        run_workers(function, run.world, *args)
 
 
 def _quietly(run: RunConfig, resume: bool) -> None:
@@ -265,6 +291,10 @@ def training_proofs(defined: TrainingDefinition, layout: str, folder: Path) -> l
     whole = _train(run, folder / "whole")
     proofs = [_proof(f"{run.train.steps} steps", whole, defined.trajectory)]
     proofs += _exercised(run, defined.trajectory)
+    if defined.replicas > 1:
+        options = ", ".join(f"{key} {value}" for key, value in run.sync.arguments.items())
+        what = f"{defined.replicas}, by {run.sync.name}{f', {options}' if options else ''}"
+        proofs.append(Proof("replicas", what))
     if isinstance(whole, _Trained):
         again = _train(run, folder / "again", folder / "whole")
         proofs.append(_same_proof(f"resumed at {defined.step}", again, whole, defined.step))

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import inf
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from weft.core import TrainConfig
 from .case import Batch, Case
 from .plain.averages import PlainAverages
 from .plain.outliers import times_usual
+from .plain.replicas import PlainReplicas
 from .plain_run import PlainRun
 from .reference import final_state, norms_of
 from .tensor_errors import NOISE
@@ -85,52 +86,89 @@ class _State:
     losses: list[float]
 
 
-def train_plainly(
-    case: Case,
-    rules: TrainConfig,
-    rates: Callable[[int], float],
-    save_every: int,
-    validation: Sequence[Batch],
-    in_microbatches: bool,
-) -> Trajectory:
-    """Train a case on this process alone.
+class Taken(NamedTuple):
+    """A step: its loss, the norm of all gradients, whether it was left out, and whether it was
+    clipped."""
+
+    loss: float
+    norm: float
+    skipped: bool
+    clips: bool
+
+
+class Trainee:
+    """One who steps: all of a run, or one of its replicas.
 
     Args:
         case: model, samples, loss, optimizer.
+        validation: the batches of each validation.
+        in_microbatches: as of PlainRun.
+    """
+
+    def __init__(self, case: Case, validation: Sequence[Batch], in_microbatches: bool):
+        self.case, self.validation = case, validation
+        self.run = PlainRun(case, in_microbatches)
+        self.trained = {n: p for n, p in self.run.params.items() if p.requires_grad}
+        self.norms = list[float]()  # of the steps that were accepted
+        self.times = 0.0  # how many times the usual norm the last one was
+        self.tiny: set[str] = set()  # weights whose last gradient was rounding alone
+        self._rates = [group["lr"] for group in self.run.optimizer.param_groups]
+
+    def take(self, step: int, batch: int, factor: float, rules: TrainConfig) -> Taken:
+        """A step of the samples of a `batch`. `factor`: of the learning rate."""
+        run = self.run
+        for group, rate in zip(run.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * factor
+        loss, _ = run.gradients(step, self.case.whole_batch_of(batch))
+        gradients = {n: p.grad for n, p in run.params.items() if p.grad is not None}
+        norm = norms_of(gradients)[0]
+        self.tiny = {n for n, g in gradients.items() if float(g.abs().norm()) < NOISE * norm}
+        self.times = times_usual(norm, self.norms)
+        skipped = self.times > (rules.skip or inf)
+        self.norms += [] if skipped else [norm]
+        clips = not skipped and rules.clip is not None and norm > rules.clip
+        run.update(rules.clip if clips else None, taken=not skipped)
+        return Taken(loss, norm, skipped, clips)
+
+
+def train_plainly(
+    trainees: Sequence[Trainee],
+    rules: TrainConfig,
+    rates: Callable[[int], float],
+    save_every: int,
+    exchange: PlainReplicas | None = None,
+) -> Trajectory:
+    """Train on this process alone. What is returned is of the first trainee.
+
+    Args:
+        trainees: one, or replicas that step by themselves, which are neither averaged nor taken
+            back.
         rules: the [train] of the run.
         rates: the factor of the learning rate of each step.
         save_every: steps between checkpoints, to which a run goes back.
-        validation: the batches of each validation.
-        in_microbatches: as of PlainRun.
+        exchange: of weights between replicas.
 
     Raises:
         GivesUp: The run goes back to one checkpoint too often.
     """
-    run, found = PlainRun(case, in_microbatches), Trajectory()
-    first_rates = [group["lr"] for group in run.optimizer.param_groups]
-    trained = {n: p for n, p in run.params.items() if p.requires_grad}
-    averages = PlainAverages(trained, rules.ema or 0.0, rules.ema_warmup)
-    norms, losses = list[float](), list[float]()  # that were accepted
+    first, found = trainees[0], Trajectory()
+    run = first.run
+    averages = PlainAverages(first.trained, rules.ema or 0.0, rules.ema_warmup)
+    losses = list[float]()  # that were accepted
     kept: tuple[int, _State] | None = None
     step = passed = times_back = 0
     last_loss: float | None = None
     noise: set[str] | None = None
     while step < rules.steps:
         factor = rates(step)
-        for group, rate in zip(run.optimizer.param_groups, first_rates, strict=True):
-            group["lr"] = rate * factor
-        loss, _ = run.gradients(step, case.whole_batch_of(step + passed))
-        gradients = {n: p.grad for n, p in run.params.items() if p.grad is not None}
-        norm = norms_of(gradients)[0]
-        tiny = {n for n, g in gradients.items() if float(g.abs().norm()) < NOISE * norm}
-        noise = tiny if noise is None else noise & tiny
+        taken = [each.take(step, step + passed, factor, rules) for each in trainees]
+        loss, norm, skipped, clips = taken[0]
+        noise = first.tiny if noise is None else noise & first.tiny
         found.grad_norms.append(norm)
-        found.norm_times.append(times_usual(norm, norms))
-        skipped = found.norm_times[-1] > (rules.skip or inf)
-        norms += [] if skipped else [norm]
-        clips = not skipped and rules.clip is not None and norm > rules.clip
-        run.update(rules.clip if clips else None, taken=not skipped)
+        found.norm_times.append(first.times)
         step += 1
+        if exchange is not None:
+            exchange.after(step, [each.trained for each in trainees])
         if not skipped:
             averages.add(step)
             found.loss_times.append(times_usual(loss, losses))
@@ -140,7 +178,7 @@ def train_plainly(
                     raise GivesUp
                 back, state = kept
                 passed += step - back
-                step, norms, losses = back, [*state.norms], [*state.losses]
+                step, first.norms, losses = back, [*state.norms], [*state.losses]
                 _restore(run, state)
                 averages.values = {**state.averages}
                 found.go_back(back)
@@ -159,12 +197,15 @@ def train_plainly(
         last = step == rules.steps
         if rules.eval_every and (last or step % rules.eval_every == 0):
             with averages.in_place() if rules.ema is not None else nullcontext():
-                found.validations[step] = run.evaluate(validation)
+                sums = [each.run.evaluate(each.validation) for each in trainees]
+                found.validations[step] = sum(s for s, _ in sums) / sum(w for _, w in sums)
         if step % save_every == 0 and not last:
-            kept, times_back = (step, _state_of(run, averages, norms, losses)), 0
+            kept, times_back = (step, _state_of(run, averages, first.norms, losses)), 0
     found.final = final_state(run.model, [run.optimizer], run.params)
     found.final |= averages.state() if rules.ema is not None else {}
-    found.norms = norms if rules.skip is not None else []
+    if exchange is not None:
+        found.final |= {f"outer/{name}": t for name, t in exchange.state(0).items()}
+    found.norms = first.norms if rules.skip is not None else []
     found.losses = losses if rules.rollback is not None else []
     found.weights, found.noise = frozenset(run.params), frozenset(noise or ())
     return found

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from weft.core import OFF, ConfigError, PrecisionConfig, RunConfig, SyncConfig
+from weft.core import OFF, ConfigError, LocalSteps, PrecisionConfig, RunConfig, SyncConfig
 from weft.sync import make_sync
 
 from .difference import BOUNDS
+from .replica_reference import shortened
 
 
 def on_cpus(run: RunConfig) -> RunConfig:
@@ -34,6 +35,20 @@ def exact_sync(sync: SyncConfig) -> SyncConfig:
     themselves: what is other by design is not to be told from a fault."""
     made = make_sync(sync.name, sync.codec, **sync.arguments)
     return sync.model_copy(update={"codec": "identity"}) if not made.independent else SyncConfig()
+
+
+def deep_sync(sync: SyncConfig) -> SyncConfig:
+    """The synchroniser that `--deep` trains with: an exact one; where replicas exchange weights,
+    their own, with a period that a short run has twice."""
+    made = make_sync(sync.name, sync.codec, **sync.arguments)
+    if not isinstance(made, LocalSteps):
+        return exact_sync(sync)
+    changed = {
+        key: getattr(shortened(made), key)
+        for key in ("period", "fragments", "delay")
+        if getattr(shortened(made), key) != getattr(made, key)
+    }
+    return SyncConfig(name=sync.name, codec="identity", **{**sync.arguments, **changed})
 
 
 def check_precision(precision: str, float8: bool) -> None:

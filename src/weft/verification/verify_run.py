@@ -35,7 +35,7 @@ from .layout_result import LayoutResult
 from .plain.samples import order_faults, place_faults, streamed_batch_of, whole_batch_of
 from .report import VerifyReport
 from .training_check import TrainingResult, verify_training
-from .verified_settings import exact_sync, on_cpus, verified_precision, verified_sync
+from .verified_settings import deep_sync, on_cpus, verified_precision, verified_sync
 from .verify_model import verify_case
 
 
@@ -77,7 +77,7 @@ def verify_deep(
 def deep_case(run: RunConfig) -> tuple[RunConfig, Case, Callable[[int], Batch]]:
     """The run in float64, its Case, and the whole batches of a validation by their number."""
     table = verified_precision(run.precision, "fp64")
-    exact = on_cpus(run).model_copy(update={"precision": table, "sync": exact_sync(run.sync)})
+    exact = on_cpus(run).model_copy(update={"precision": table, "sync": deep_sync(run.sync)})
     return exact, make_case(exact), _Batches(exact, "val").whole
 
 

@@ -133,7 +133,8 @@ class ParameterServer:
         with _messages():
             group = private_group(self._store, name, 0, 2, EVER)
         quorum.take_in(worker, int(ticket))
-        wire, codec = OwnerTransport(group, 0), sync.codec.state(self._part.shapes, self._flat)
+        view, wire = sync.worker_view(self._part.names[0], worker), OwnerTransport(group, 0)
+        codec = sync.codec.state(self._part.shapes, self._flat, view.bucket)
         with self._changed:
             self._served[worker], self._until[worker] = ticket, float("inf")
             self._awaited.discard(worker)
@@ -374,9 +375,9 @@ class AsyncWorker:
             group = private_group(
                 store, name, 1, 2, timedelta(seconds=2 * self._sync.timeout_s + START_S)
             )
-            self._links[server] = _ServerLink(
-                part, group, self._sync.codec.state(part.shapes, part.flat())
-            )
+            bucket = self._sync.worker_view(part.names[0], quorum.replica).bucket
+            codec = self._sync.codec.state(part.shapes, part.flat(), bucket)
+            self._links[server] = _ServerLink(part, group, codec)
         with self._watched():
             clocks = [self._receive(link)[0] for link in self._links.values()]
         return max(clocks, default=steps)

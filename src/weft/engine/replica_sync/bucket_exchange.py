@@ -58,7 +58,9 @@ class BucketExchange:
         self._codec, self._parcels = sync.codec, parcels
         self._peers = sync.replica_view(mesh.size(REPLICA_AXIS), mesh.index(REPLICA_AXIS))
         self.scale: Tensor | None = None  # as of Peers
-        self.states: list[CodecState] = [sync.codec.state(p.shapes, p.flat) for p in parcels]
+        self.states: list[CodecState] = [
+            sync.codec.state(p.shapes, p.flat, p.name) for p in parcels
+        ]
         self._polled: PolledExchange | None = None
         self._threaded: ThreadedExchange | None = None
         self._wires: list[RingTransport | OwnerTransport] = []
@@ -117,7 +119,7 @@ class FSDPReduceScatter(ReduceScatter):
         """`like`: the gradients of all the unit's parameters, as FSDP2 lays them out for it."""
         self._codec, self._unit, self._numel = codec, unit.name, like.numel()
         self._bucket = unit.trained[0]
-        self.state = codec.state([tuple(like.shape)], like)
+        self.state = codec.state([tuple(like.shape)], like, self._bucket)
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device

@@ -84,7 +84,7 @@ class OuterOptimizer:
             tensors = [params[name] for name in names]
             anchor = torch.cat([p.reshape(-1) for p in tensors])
             momentum = torch.zeros_like(anchor) if sync.momentum else None
-            state = sync.codec.state([tuple(p.shape) for p in tensors], anchor)
+            state = sync.codec.state([tuple(p.shape) for p in tensors], anchor, names[0])
             self.fragments[number].messages.append(
                 FragmentMessage(names, tensors, anchor, momentum, state)
             )

@@ -39,7 +39,7 @@ class Cast(Codec):
     def keeps_residual(self) -> bool:
         return self.feedback
 
-    def state(self, shapes: Shapes, like: Tensor) -> CodecState:
+    def state(self, shapes: Shapes, like: Tensor, bucket: str = "") -> CodecState:
         return {"residual": torch.zeros_like(like)} if self.feedback else {}
 
     def reduce(self, x: Tensor, state: CodecState, shapes: Shapes, peers: ReplicaView) -> Reduction:

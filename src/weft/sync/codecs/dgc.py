@@ -73,7 +73,7 @@ class DGC(Codec):
     def keeps_residual(self) -> bool:
         return True
 
-    def state(self, shapes: Shapes, like: Tensor) -> CodecState:
+    def state(self, shapes: Shapes, like: Tensor, bucket: str = "") -> CodecState:
         steps = torch.zeros((), dtype=torch.int64)
         return {
             "momentum": torch.zeros_like(like),

@@ -23,6 +23,7 @@ from weft.core import (
     ReplicaView,
     RequestSize,
     Shapes,
+    generator_of,
     require,
 )
 
@@ -41,9 +42,9 @@ class PowerSGD(Codec):
     def keeps_residual(self) -> bool:
         return self.feedback
 
-    def state(self, shapes: Shapes, like: Tensor) -> CodecState:
-        """The right factors, the same random ones on every rank, and the residual."""
-        generator = torch.Generator().manual_seed(1)
+    def state(self, shapes: Shapes, like: Tensor, bucket: str = "") -> CodecState:
+        """The right factors, random ones, the same on every rank; and the residual."""
+        generator = generator_of(bucket, torch.device("cpu"))
         size = sum(n * r for _, n, r in self._matrices(shapes))
         right = torch.randn(size, generator=generator, dtype=like.dtype).to(like.device)
         return {"right": right} | ({"residual": torch.zeros_like(like)} if self.feedback else {})

@@ -2,13 +2,14 @@
 to, what it keeps, and the sum that all get.
 
 Nothing here is packed into bytes or sent. Messages are made of float32 numbers, so what is encoded
-is rounded to these first. What a codec draws at random is given to it.
+is rounded to these first. The roundings that a codec draws are given to it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from math import prod, sqrt
 from typing import Any
 
@@ -225,10 +226,8 @@ class LowRank(PlainCodec):
     what of its own M is not in the span of P. Vectors, and matrices that P and Q together would not
     be smaller than, are added as they are."""
 
-    def __init__(
-        self, options: Mapping[str, Any], ranks: int, shapes: Shapes, start: Callable[[int], Tensor]
-    ):
-        """`start(n)`: n random numbers, of which the first Q of each matrix is made."""
+    def __init__(self, options: Mapping[str, Any], ranks: int, shapes: Shapes, bucket: str):
+        """`bucket`: its name, which tells its first Qs from those of others."""
         super().__init__(options, ranks)
         self.shapes, self.rank = shapes, int(options["rank"])
         sizes = [
@@ -238,7 +237,7 @@ class LowRank(PlainCodec):
             for shape in shapes
         ]
         lengths = [prod(size) if size else 0 for size in sizes]
-        drawn = start(sum(lengths)).clone().split(lengths)
+        drawn = _normal(sum(lengths), bucket).split(lengths)
         self.right = [
             part.view(size) if size else None for part, size in zip(drawn, sizes, strict=True)
         ]
@@ -266,6 +265,14 @@ class LowRank(PlainCodec):
                 each.append((m - left @ own.T).flatten())
         self.kept = [torch.cat(each) for each in kept]
         return torch.cat(found)
+
+
+def _normal(n: int, bucket: str) -> Tensor:
+    """So many numbers of the standard normal distribution, by torch's generator, whose seed is the
+    first 32 bits of the BLAKE2b digest (of 4 bytes) of a bucket's name."""
+    digest = blake2b(bucket.encode(), digest_size=4).hexdigest()
+    generator = torch.Generator().manual_seed(int(digest, 16))
+    return torch.empty(n, dtype=torch.float64).normal_(generator=generator)
 
 
 def orthonormal(x: Any) -> Tensor:
@@ -301,7 +308,7 @@ def plain_codec(
     ranks: int,
     in_parts: bool,
     noise: Callable[[int], Noise | None],
-    start: Callable[[int], Tensor],
+    bucket: str,
 ) -> PlainCodec:
     """The definition of a codec, for one bucket.
 
@@ -311,7 +318,7 @@ def plain_codec(
         ranks: how many exchange it.
         in_parts: whether ranks add a part each, where there is no server.
         noise: of a rank: where the draws of its next message come from.
-        start: so many numbers that a codec begins with.
+        bucket: its name.
     """
     name = options["name"]
     if name in _MESSAGES:
@@ -320,4 +327,4 @@ def plain_codec(
         return SixteenBits(options, ranks)
     if name == "dgc":
         return DeepGradient(options, ranks)
-    return LowRank(options, ranks, shapes, start)
+    return LowRank(options, ranks, shapes, bucket)

@@ -18,7 +18,6 @@ from weft._torch.autograd import in_checkpoint
 from weft.engine import OPENED_FUNCTIONS, eager_attention_by
 from weft.nn import (
     DRAWS,
-    DROPOUTS_OF_CHANNELS,
     Draws,
     EagerAttention,
     Randomness,
@@ -34,7 +33,8 @@ from .distributions import distribution_of
 from .draw_laws import DrawLaws
 from .experts import choices_with_room, shares_of_choices
 
-_DROPOUTS = {F.dropout, torch.dropout, F.alpha_dropout, *DROPOUTS_OF_CHANNELS}
+_OF_CHANNELS = {F.dropout1d, F.dropout2d, F.dropout3d}
+_DROPOUTS = {F.dropout, torch.dropout, F.alpha_dropout, *_OF_CHANNELS}
 
 
 class PlainFunctions(TorchFunctionMode):
@@ -158,7 +158,7 @@ class PlainFunctions(TorchFunctionMode):
         site = self._site(p)
         if func is F.alpha_dropout:
             found = self._alpha(input, p, site)
-        elif func in DROPOUTS_OF_CHANNELS and input.ndim > 2:
+        elif func in _OF_CHANNELS and input.ndim > 2:
             channels = self._dropped(input.new_ones(input.shape[:2]), p, site)
             found = input * channels[(..., *[None] * (input.ndim - 2))]
         else:

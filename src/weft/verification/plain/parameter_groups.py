@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-import fnmatch
-import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from weft.engine import OptimizerFactory, Optimizers
 
+from .names import matches
+from .optimizers import PLAIN, AnyOptimizer
+
 Named = tuple[str, nn.Parameter]
 
 
-def plain_optimizer(make: Optimizers, named: Sequence[Named]) -> torch.optim.Optimizer:
+def plain_optimizer(make: Optimizers, named: Sequence[Named]) -> AnyOptimizer:
     """What `make` is to make of parameters on one device.
 
     Args:
-        make: a function of named parameters; of one that weft made from a table [optimizer], what
-            was asked for is read, and its groups are made here.
+        make: a function of named parameters. Of one that weft made from a table [optimizer], what
+            was asked for is read, and its groups are made here; an optimizer of weft's own has
+            the definition of `optimizers`.
         named: the parameters that are trained.
     """
+    if isinstance(make, partial) and make.func in PLAIN:
+        return PLAIN[make.func](list(named), *make.args, **make.keywords)
     if not isinstance(make, OptimizerFactory):
         return make(list(named))
+    kind = PLAIN.get(make.kind, make.kind)
     groups: list[dict[str, Any]] = []
     for name, weight in named:
         own = asked_for(make, name, len(weight.shape))
@@ -34,8 +39,8 @@ def plain_optimizer(make: Optimizers, named: Sequence[Named]) -> torch.optim.Opt
             groups.append(group := {"params": [], **own})
         group["params"].append((name, weight))
     if len(groups) == 1 and groups[0].keys() == {"params"}:
-        return make.kind(groups[0]["params"], **make.arguments)
-    return make.kind(groups, **make.arguments)
+        return kind(groups[0]["params"], **make.arguments)
+    return kind(groups, **make.arguments)
 
 
 def asked_for(make: OptimizerFactory, name: str, dims: int) -> dict[str, Any]:
@@ -51,11 +56,6 @@ def asked_for(make: OptimizerFactory, name: str, dims: int) -> dict[str, Any]:
             own.update(settings)  # also over what spares it of weight decay
             break
     return own
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Whether a glob matches the whole of a name."""
-    return re.match(fnmatch.translate(pattern), name) is not None
 
 
 def leave_frozen(model: nn.Module, patterns: Sequence[str]) -> None:

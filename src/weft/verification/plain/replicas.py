@@ -9,7 +9,8 @@ an exchange takes `delay` steps, a replica adds what it did meanwhile (Douillard
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -157,6 +158,12 @@ class PlainReplicas:
                 found[f"{name}/sent"] = sent[replica][name]
                 found[f"{name}/arrived"] = difference
         return found
+
+
+def part_faults(parts: Sequence[Sequence[str]], weights: Iterable[str]) -> list[str]:
+    """What is wrong with parts of a model: each weight that is trained is in one of them."""
+    counts = Counter(name for part in parts for name in part)
+    return [f"{name} is in {counts[name]} parts" for name in weights if counts[name] != 1]
 
 
 def mean_difference(number: int, anchor: Weights, sent: Sequence[Weights]) -> Weights:

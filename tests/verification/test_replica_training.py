@@ -1,0 +1,139 @@
+"""`weft verify --deep` trains replicas that step by themselves as their run does, and sees what
+`weft train` does wrong with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.mutants import Mutant, mutated
+from weft.core import load_run
+from weft.core.run_config import PrecisionConfig, RunConfig
+from weft.verification.coverage import coverage
+from weft.verification.training_check import TrainingDefinition, define_training, training_proofs
+from weft.verification.verified_settings import deep_sync
+from weft.verification.verify_run import deep_case
+
+RUN = """
+[model]
+build = "weft.models:decoder"
+vocab = 31
+dim = 8
+layers = 2
+heads = 2
+hidden = 16
+seq_len = 6
+dropout = 0.1
+[data]
+build = "tests.verification.test_training_proof:Padded"
+[layout]
+axes = "dp2"
+[train]
+batch = 4
+accumulate = 2
+steps = 400
+seed = 3
+clip = 1.0
+warmup = 60
+decay = "cosine"
+eval_every = 50
+eval_batches = 3
+skip = 5.0
+[optimizer]
+name = "adamw"
+lr = 1e-2
+[sync]
+"""
+FP64 = PrecisionConfig(compute="fp64")
+SYNCS = {
+    "local_sgd": 'name = "local_sgd"\nperiod = 50\n',
+    "streaming": 'name = "diloco"\nperiod = 5\nfragments = 2\ndelay = 2\n',
+}
+
+
+def load(folder: Path, sync: str) -> RunConfig:
+    path = folder / "run.toml"
+    path.write_text(RUN + sync)
+    return load_run(path)
+
+
+@pytest.fixture(scope="module")
+def defined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrainingDefinition]:
+    found = {}
+    for name, sync in SYNCS.items():
+        run = load(tmp_path_factory.mktemp(name), sync)
+        (found[name],) = define_training(*deep_case(run), "dp2")
+    return found
+
+
+LOOP, STEPS = "weft.train.train_loop", "weft.engine.replica_sync.local_steps"
+MUTANTS: dict[str, tuple[str, str, str, str]] = {
+    "validation of one replica": (
+        "weft.engine.engine",
+        "Engine.evaluate",
+        "self.replicas.sum_over(totals, self.steps_done)",
+        "pass",
+    ),
+    "the second replica at a constant rate": (
+        LOOP,
+        "TrainLoop.__call__",
+        "rate * self.factor",
+        "rate * (1.0 if self.engine.replicas.index else self.factor)",
+    ),
+    "the second replica is not clipped": (
+        "weft.engine.grad_update",
+        "GradUpdate.__call__",
+        ", max=1.0)",
+        ", max=1e9 if self.replicas.index else 1.0)",
+    ),
+    "all resume from the first replica": (
+        "weft.train.run_folder",
+        "resume_folder",
+        "return own if",
+        "return whole if",
+    ),
+    "anchors not loaded": (STEPS, "LocalStepReplicas.restored", "not self._anchored", "True"),
+    "an exchange under way is not saved": (
+        "weft.engine.replica_sync.outer_optimizer",
+        "OuterOptimizer.kept",
+        "if step is None or self.under_way(fragment, step):",
+        "if step is None:",
+    ),
+}
+
+
+@pytest.mark.grid(3)
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_fault_of_replicas_is_seen(
+    defined: dict[str, TrainingDefinition], tmp_path: Path, name: str
+) -> None:
+    with mutated(Mutant(*MUTANTS[name])):
+        proofs = training_proofs(defined["streaming"], "dp2", tmp_path)
+    wrong = [proof.shown for proof in proofs if not proof.equal]
+    assert wrong
+    assert not any("Error" in shown for shown in wrong), wrong
+
+
+@pytest.mark.parametrize("name", SYNCS)
+def test_replicas_train_as_defined(
+    defined: dict[str, TrainingDefinition], tmp_path: Path, name: str
+) -> None:
+    proofs = training_proofs(defined[name], "dp2", tmp_path)
+    assert all(proof.equal for proof in proofs), proofs
+    assert defined[name].trajectory.happened >= {"clip"}
+    shown = {proof.what: proof.shown for proof in proofs}
+    assert shown["replicas"].startswith("2, by ")
+    assert "bit for bit" in shown.values()
+
+
+def test_the_table_says_what_is_trained(tmp_path: Path) -> None:
+    def table(sync: str) -> list[str]:
+        run = load(tmp_path, sync)
+        return [f"{row.how}: {row.what}" for row in coverage(run, 3, FP64, "")]
+
+    assert deep_sync(load(tmp_path, SYNCS["local_sgd"]).sync).arguments == {"period": 4}
+    assert deep_sync(load(tmp_path, SYNCS["streaming"]).sync).arguments["period"] == 5
+    assert "with --deep: saving; resuming on the same layout" in table(SYNCS["streaming"])
+    servers = table('name = "parameter_server"\nservers = 1\nstaleness = 2\n')
+    assert "with --deep: validation, with allreduce" in servers
