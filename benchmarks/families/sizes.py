@@ -101,7 +101,12 @@ OWN: dict[str, dict[str, Any]] = {
         },
     },
     "falcon_h1": {"mamba_d_ssm": 128},
-    "gemma4_text": {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 16},
+    "gemma4_text": {
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 16,
+        "enable_moe_block": True,
+        "top_k_experts": 2,
+    },
     "gemma3n_text": {
         "num_kv_shared_layers": 0,
         "vocab_size_per_layer_input": VOCABULARY,

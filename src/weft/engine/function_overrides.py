@@ -149,6 +149,9 @@ class FunctionOverrides(TorchFunctionMode):
         if func is torch.arange and self._shared():
             assert self.sequence is not None
             return self.sequence.own_arange(*args, **kwargs)
+        if func is torch.diff and self._shared():
+            assert self.sequence is not None
+            return self.sequence.own_diff(*args, **kwargs)
         if func in OPENED_FUNCTIONS:
             with self:
                 return OPENED_FUNCTIONS[func](*args, **kwargs)

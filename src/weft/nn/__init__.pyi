@@ -48,9 +48,8 @@ from .dropout_rng import (
     place_of as place_of,
 )
 from .expert_roles import (
-    expert_count as expert_count,
     find_experts as find_experts,
-    why_no_experts as why_no_experts,
+    why_none_of as why_none_of,
 )
 from .freeze import freeze as freeze
 from .hf_adapter import (

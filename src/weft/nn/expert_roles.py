@@ -17,8 +17,8 @@ def find_experts(model: nn.Module) -> Iterator[ExpertsRole]:
     dim 0 counts experts, as in transformers."""
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        if expert_count(module) and why_no_experts(module) is None:
-            count, names = expert_count(module), [*inspect.signature(module.forward).parameters]
+        if _why_no_experts(module) is None:
+            count, names = _expert_count(module), [*inspect.signature(module.forward).parameters]
             prefix = name.rpartition(".")[0] + "." if "." in name else ""
             shared = [
                 prefix + leaf
@@ -38,7 +38,7 @@ def find_experts(model: nn.Module) -> Iterator[ExpertsRole]:
             )
 
 
-def expert_count(module: nn.Module) -> int:
+def _expert_count(module: nn.Module) -> int:
     """How many experts a module says that it has, of two or more, 0 for none."""
     count = getattr(module, "num_experts", None)
     return (
@@ -55,8 +55,33 @@ def _takes_tokens_alone(module: nn.Module) -> bool:
     return len(needed) == 1
 
 
-def why_no_experts(module: nn.Module) -> str | None:
-    """Why a module that counts experts is not taken for one that holds them."""
+def why_none_of(model: nn.Module) -> str:
+    """The module that is most like one that holds experts, and why it is not taken for one. Empty
+    where none is like one."""
+
+    def differs(module: nn.Module) -> tuple[bool, bool]:
+        return not module._parameters, not _takes_routing(module)
+
+    near = [(n, m) for n, m in model.named_modules() if n and (_expert_count(m) or _is_stack(m))]
+    near.sort(key=lambda each: differs(each[1]))
+    return next((f"{name} is none, as {_why_no_experts(module)}" for name, module in near), "")
+
+
+def _takes_routing(module: nn.Module) -> bool:
+    return len(inspect.signature(module.forward).parameters) >= 3
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """Whether it has matrices one behind the other, is none of torch's, and takes a routing."""
+    own = not type(module).__module__.startswith("torch.nn.")
+    matrices = [p for p in module._parameters.values() if p is not None and p.ndim > 2]
+    return own and bool(matrices) and _takes_routing(module)
+
+
+def _why_no_experts(module: nn.Module) -> str | None:
+    """Why a module that counts experts, or is like one that holds them, is not taken for one."""
+    if not _expert_count(module):
+        return "it does not say their number by num_experts"
     inner = next(
         (name for name, child in module.named_children() if any(True for _ in child.parameters())),
         None,
@@ -64,12 +89,12 @@ def why_no_experts(module: nn.Module) -> str | None:
     if inner is not None:
         return f"its part {inner} holds weights, and not the module itself"
     for name, p in module.named_parameters():
-        if p.ndim < 2 or p.shape[0] != expert_count(module):
+        if p.ndim < 2 or p.shape[0] != _expert_count(module):
             return (
                 f"its parameter {name} {list(p.shape)} has no part for each of"
-                f" {expert_count(module)} experts"
+                f" {_expert_count(module)} experts"
             )
-    if len(inspect.signature(module.forward).parameters) < 3:
+    if not _takes_routing(module):
         return "its forward does not take (tokens, experts, weights)"
     return None
 

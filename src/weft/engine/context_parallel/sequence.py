@@ -286,6 +286,13 @@ class ContextParallel:
             return counted
         return self.positions(self.now.length, counted.device).to(counted.dtype)
 
+    def own_diff(self, counted: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """`torch.diff`, by which transformers finds where documents begin."""
+        made = torch.diff(counted, *args, **kwargs)
+        mine = self.positions(self.now.length, counted.device)
+        given = "position_ids" in self.names  # with a mask
+        return made if given else _without_jumps(made, counted, mine)
+
     def rule(
         self,
         samples: int,
@@ -352,11 +359,20 @@ class WholeSequence:
         self._sequence.now, self._sequence.randomness.rows = self._outside
 
 
+def _without_jumps(made: Tensor, counted: Tensor, mine: Tensor) -> Tensor:
+    """Differences of positions that the model has counted. Between this rank's two stretches lie
+    positions of other ranks."""
+    here = counted.shape[-1:] == mine.shape and torch.equal(counted, mine.expand_as(counted))
+    if not here or not torch.equal(made[..., 1:], counted.diff()):  # other numbers, or another dim
+        return made
+    return torch.cat((made[..., :1], torch.ones_like(made[..., 1:])), -1)
+
+
 def _advice_on_masks(names: Sequence[str]) -> str:
-    """transformers reads documents off positions that jump, where it is given no mask."""
-    absent = [each for each in ("attention_mask", "position_ids") if each not in names]
-    named = f"let its forward name {' and '.join(absent)}, and hand on what is given; or "
-    return f"{named if absent else ''}use dp or fsdp"
+    """transformers reads documents off the position_ids of a batch, where it is given no mask."""
+    unmasked = "position_ids" in names and "attention_mask" not in names
+    named = "let its forward name attention_mask, and hand on what is given; or "
+    return f"{named if unmasked else ''}use dp or fsdp"
 
 
 def _around_attention(axis: str) -> Boundary:

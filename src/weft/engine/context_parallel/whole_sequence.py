@@ -62,9 +62,10 @@ class _AroundForward:
         length = outside.length
 
         def own(x: Any) -> Any:
-            if not (isinstance(x, Tensor) and x.ndim == 3 and x.shape[1] == length):
+            dim = dim_of_positions(x.shape, length) if isinstance(x, Tensor) else None
+            if dim is None:
                 return x
-            return x.index_select(1, self._sequence.positions(length, x.device))
+            return x.index_select(dim, self._sequence.positions(length, x.device))
 
         return tree_map(own, out) if length else out
 

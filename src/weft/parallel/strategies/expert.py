@@ -26,7 +26,7 @@ from weft.core import (
     Step,
     UnsupportedModel,
 )
-from weft.nn import expert_count, why_no_experts
+from weft.nn import why_none_of
 
 from ._request import StepsRequest
 
@@ -42,14 +42,11 @@ def steps(request: StepsRequest) -> Iterator[Step]:
     layout = request.layout
     size = layout.size(EXPERTS)
     if not roles.experts:
-        near = [(n, m) for n, m in model.named_modules() if n and expert_count(m)]
-        # what has parameters of its own is nearer than what holds other modules
-        near.sort(key=lambda each: not each[1]._parameters)
-        why = next((f": {name} is none, as {why_no_experts(m)}" for name, m in near), "")
+        why = why_none_of(model)
         raise UnsupportedModel(
             "layout",
             str(layout),
-            f"expert parallelism finds no experts in this model{why}",
+            f"expert parallelism finds no experts in this model{why and ': '}{why}",
             "use dp, fsdp or pp: ep takes modules with num_experts, called with (tokens, experts,"
             " weights), that hold all experts' weights",
         )
