@@ -31,6 +31,7 @@ from .expert_metrics import ExpertMetrics
 from .metrics import Line, Metrics, StepTimer, WaitTimer, highest_over_ranks, peak_memory_bytes
 from .prefetch import Prefetcher
 from .progress import Progress
+from .rank_times import RankTimes
 from .run_folder import DATA, LEFT_OUT, LOSSES, checkpoint_folder, data_position, loop_state
 from .step_profiler import StepProfiler, profiled
 from .stop_request import StopRequest
@@ -78,6 +79,7 @@ class TrainLoop:
     spikes: OutlierFilter = field(init=False)
     traffic: CommMetrics | RpcMetrics = field(init=False)
     gates: ExpertMetrics = field(init=False)
+    own: RankTimes = field(init=False)
     clock: StepTimer = field(default_factory=StepTimer)
     reading: WaitTimer = field(default_factory=WaitTimer)
     paces: list[float] = field(default_factory=list)  # seconds of a step, of each line
@@ -87,6 +89,7 @@ class TrainLoop:
         self.first = self.engine.steps_done + 1
         self.traffic = comm_metrics_of(self.engine)
         self.gates = ExpertMetrics(self.engine)
+        self.own = RankTimes(self.run, self.engine, self.callbacks)
         self.spikes = OutlierFilter(self.run.train.rollback)
 
     def __call__(self, interrupt: StopRequest) -> bool:
@@ -109,8 +112,8 @@ class TrainLoop:
             if self.recorder is not None:
                 self.recorder.before(step - self.first + 1)
             idle_s = self.engine.waited_s
-            around = profiled(self.profiler, step)
-            with around, self.traffic.step(), refuse_unknown_tokens(self.engine, batch):
+            around, own = profiled(self.profiler, step), self.own.step(step)
+            with around, self.traffic.step(), refuse_unknown_tokens(self.engine, batch), own:
                 unread.append(self.engine.step(batch))
             recent.append(unread[-1])
             if self.average is not None and not unread[-1].skipped:
@@ -245,8 +248,7 @@ class TrainLoop:
 
     def _log(self, step: int, recent: Sequence[StepResult]) -> Line:
         """Write and show a line about this step, the last of `recent`."""
-        step_s = self.clock.lap() / len(recent)
-        self.paces.append(step_s)
+        self.paces.append(step_s := self.clock.lap() / len(recent))
         line: dict[str, Any] = {
             "step": step,
             **({"loss": self.loss} if self.loss is not None else {}),  # none has been taken yet
@@ -269,18 +271,17 @@ class TrainLoop:
         experts, warnings = self.gates.line(
             len(recent), float(torch.stack([r.weight for r in recent]).sum())
         )
-        line |= experts
-        for warning in warnings:
-            self.progress.say(f"step {step}/{self.run.train.steps}  {warning}")
+        own, slow = self.own.line(len(recent), step_s, line["data_wait_s"])
+        line |= experts | own
         members = self.engine.replicas.members
         if members:
             line["replicas"] = len(members)
             if self.members not in ((), members):
                 which = ", ".join(map(str, members))
-                self.progress.say(
-                    f"step {step}/{self.run.train.steps}  now these replicas take part: {which}"
-                )
+                warnings.append(f"now these replicas take part: {which}")
         self.members = members
+        for said in (*warnings, *slow):
+            self.progress.say(f"step {step}/{self.run.train.steps}  {said}")
         if self.metrics is not None:
             self.progress.speaks = leads = self.engine.replicas.leads
             self.metrics.write(line, leads)
