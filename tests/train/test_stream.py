@@ -418,6 +418,24 @@ def slow(split: str = "train") -> Slow:
     return Slow(0 if split == "val" else 30)
 
 
+def no_more_than_a_batch(split: str = "train") -> Iterator[dict[str, Tensor]]:
+    """Rows, of which a validation may read 8."""
+    for number in range(80):
+        assert split == "train" or number < 8
+        ids = torch.arange(17) + number
+        yield {"input_ids": ids[:-1], "labels": ids[1:]}
+
+
+def test_a_validation_reads_no_shuffle_buffer(tmp_path: Path) -> None:
+    ours = TINY.replace("weft.data:stdlib", "tests.train.test_stream:no_more_than_a_batch")
+    ours = ours.replace("seq_len = 16\nmax_bytes = 100000\n", "shuffle_buffer = 64\n")
+    (tmp_path / "run.toml").write_text(ours)
+    keys = {"output": f'"{tmp_path}/run"', "train.eval_every": "1", "train.eval_batches": "1"}
+    train(load_run(tmp_path / "run.toml", keys), False)
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert text.count("val_loss") == 2  # of as many steps
+
+
 def test_reading_that_takes_long_is_no_hang(tmp_path: Path, pool: Pool) -> None:
     ours = TINY.replace("weft.data:stdlib", "tests.train.test_stream:slow")
     ours = ours.replace("seq_len = 16\nmax_bytes = 100000\n", "")

@@ -11,7 +11,7 @@ from weft.train import build_skeleton, check_device, check_run
 
 def check_run_file(run: RunConfig) -> Finding:
     """Check what `weft train` checks before any process starts. Raises Refusal."""
-    check_device(check_run(run), own_device())
+    check_device(run, check_run(run), own_device())
     axes, world = str(run.layout.axes), run.world
     found = f"a driver and {', '.join(run.workers)}" if run.workers else f"{axes}, {world} ranks"
     return Finding("run file", "ok", found, "", {"layout": axes, "world": world})

@@ -304,4 +304,4 @@ def _has_gpus(run: RunConfig, local_ranks: int) -> bool:
 def _check_device(run: RunConfig, plans: Sequence[Plan], local_ranks: int) -> None:
     """Refuse plans that the devices of this host do not run. Raises Refusal."""
     kind = "cuda" if _has_gpus(run, local_ranks) else "cpu"
-    check_device(plans, torch.device(kind))
+    check_device(run, plans, torch.device(kind))

@@ -39,6 +39,7 @@ from .errors import (
     LayoutError as LayoutError,
     NeedsData as NeedsData,
     Refusal as Refusal,
+    StepFailed as StepFailed,
     UnsupportedModel as UnsupportedModel,
     WeftError as WeftError,
     WorkerDied as WorkerDied,

@@ -37,13 +37,13 @@ def check_regular(handle: int) -> None:
         raise OSError(errno.EINVAL, f"is {_KINDS.get(kind, 'another thing')}, and no regular file")
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all: where that fails, what was there before stays. A link in
     its place is replaced, and not followed."""
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
-    with open(partial, "x", encoding="utf-8") as file:
-        file.write(text)
+    with open(partial, "xb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
     partial.replace(path)
 
 

@@ -137,6 +137,14 @@ class TrainConfig(TomlTable):
             " all ranks (docs/watching.md)"
         ),
     )
+    memory_snapshot: int | None = Field(
+        default=None,
+        gt=0,
+        description=(
+            "step after which each rank writes what its GPU's memory holds and what allocated it,"
+            " for pytorch.org/memory_viz; also where memory runs out before (docs/watching.md)"
+        ),
+    )
     recompute: str | int | tuple[str, ...] = Field(
         default="none",
         description=(
@@ -267,12 +275,13 @@ class TrainConfig(TomlTable):
                     raise table_error(
                         f"has no effect with compile = {self.compile!r}", fix, **{name: value}
                     )
-        if self.steps is not None and self.profiled_steps.stop - 1 > self.steps:
-            raise table_error(
-                "goes beyond the last step",
-                f"name steps up to {self.steps}",
-                profile=self.profile,
-            )
+        for name, last, value in (
+            ("profile", self.profiled_steps.stop - 1, self.profile),
+            ("memory_snapshot", self.memory_snapshot or 0, self.memory_snapshot),
+        ):
+            if self.steps is not None and last > self.steps:
+                fix = f"name steps up to {self.steps}"
+                raise table_error("goes beyond the last step", fix, **{name: value})
         if self.ema_warmup and self.ema is None:
             fix = "write ema, as in 0.999, or leave it out"
             raise table_error("has no effect without ema", fix, ema_warmup=True)

@@ -6,6 +6,7 @@ Every rank makes its own callbacks and calls them at the same points of the run.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -144,6 +145,7 @@ class Callbacks:
         # derives from one may end it
         self._any = any(vars(type(each)).get("can_stop", True) for each in callbacks)
         self.failed = ""  # on every rank, what a callback of one of them has raised
+        self.took_s = 0.0  # in all calls so far
 
     def step_end(self, result: StepResult, metrics: Line | None = None) -> None:
         """A step has ended; `metrics` where it is logged."""
@@ -200,6 +202,7 @@ class Callbacks:
             function = getattr(callback, method, None)
             if function is None:
                 continue
+            began = time.perf_counter()
             try:
                 with self._around():
                     function(self.run, *arguments)
@@ -212,6 +215,7 @@ class Callbacks:
                     f"callback {kind.__module__}:{kind.__qualname__}: {method} failed on"
                     f" {where}: {said}"
                 )
+            self.took_s += time.perf_counter() - began
 
 
 class EarlyStopping:

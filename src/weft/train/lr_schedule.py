@@ -13,6 +13,12 @@ MOST_CHECKED = 1000  # steps
 Factor = Callable[[int], float]
 
 
+class ScheduleFailed(ConfigError):
+    """A user's function has failed, or has returned no factor: of the same step on all ranks."""
+
+    exit_code = 1  # in a run; before one it is refused
+
+
 def lr_factor(
     step: int,
     steps: int,
@@ -83,10 +89,10 @@ def checked(function: Callable[[int], Any], name: str) -> Factor:
         except Exception as error:  # a user's function may fail in any way
             said = " ".join(f"{type(error).__name__}: {error}".split())
             problem = f"its function fails at step {step}: {said}"
-            raise ConfigError("lr_schedule.build", name, problem, fix) from error
+            raise ScheduleFailed("lr_schedule.build", name, problem, fix) from error
         if not 0 <= value < math.inf:
             problem = f"its function returns {value} for step {step}"
-            raise ConfigError("lr_schedule.build", name, problem, fix)
+            raise ScheduleFailed("lr_schedule.build", name, problem, fix)
         return value
 
     return factor

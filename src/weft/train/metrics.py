@@ -14,6 +14,8 @@ and `sync_hidden_s` are the seconds of a step in which sums of gradients were wa
 which they were under way beside other work. Where replicas step by themselves `replicas` counts
 those that take part; with asynchronous servers `staleness` is how many steps weights were behind
 the fastest replica's, as a mean.
+`slowest_rank` took longest for its own part of a step, without waits for other ranks, beside the
+median of the ranks with the same work: `slowest_ratio` times as long, `slowest_own_s` seconds.
 
 Of a model with experts, `tokens_per_expert` has for every module that holds some how many choices
 each had since the line before, `busiest_expert` those of the busiest beside the mean, at most over

@@ -160,8 +160,12 @@ def _named_by(run: RunConfig) -> Iterator[None]:
         raise ConfigError(*built, error.problem, error.fix) from None
 
 
-def check_device(plans: Sequence[Plan], device: torch.device) -> None:
+def check_device(run: RunConfig, plans: Sequence[Plan], device: torch.device) -> None:
     """Refuse what the ranks' devices do not do, where processes start on them. Raises Refusal."""
+    if run.train.memory_snapshot is not None and device.type != "cuda":
+        problem = "it shows the memory of GPUs, and the ranks run on the CPU"
+        fix = "leave it out: metrics have the peak as memory_bytes, and `weft plan` its parts"
+        raise ConfigError("train.memory_snapshot", run.train.memory_snapshot, problem, fix)
     for each in plans:
         check_offload_device(each, device)
         check_float8(each.float8, device)

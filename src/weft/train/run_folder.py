@@ -1,7 +1,7 @@
 """The run folder:
 
     run.toml  plan.txt  metrics.jsonl  sample.txt  checkpoints/
-    tensorboard/  metrics.csv  wandb/  (of loggers)  profile.json
+    tensorboard/  metrics.csv  wandb/  (of loggers)  profile.json  memory-RANK.pickle
 
 and whether a run may write into it. Asked before any process starts, so nothing here takes part in
 a process group.

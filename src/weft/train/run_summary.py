@@ -77,6 +77,8 @@ def run_summary(
         rows["speed"] = f"{short_number(count / pace_s)} {name}/s ({which})"
     if wire := loop.traffic.summary():
         rows["sent"] = wire
+    if slow := loop.own.summary():
+        rows["slow"] = slow
     if engine.global_plan.layout.stage_ranks > 1 and loop.idle_s:
         rows["idle"] = f"{loop.idle_s / loop.clock.total_s:.0%} of a step, waiting for other stages"
     if loop.reading.total_s >= 0.01 * loop.clock.total_s > 0:

@@ -11,11 +11,11 @@ import json
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -100,9 +100,18 @@ class StepProfiler:
         return folder / PROFILE
 
 
-def profiled(profiler: StepProfiler | None, step: int) -> Any:
-    """What is around a step."""
-    return nullcontext() if profiler is None else profiler.step(step)
+class StepRecorder(Protocol):
+    def step(self, number: int) -> AbstractContextManager[None]:
+        """Around a step."""
+
+
+@contextmanager
+def recorded(recorders: Iterable[StepRecorder], step: int) -> Iterator[None]:
+    """All that is around a step."""
+    with ExitStack() as stack:
+        for each in recorders:
+            stack.enter_context(each.step(step))
+        yield
 
 
 def rank_events(

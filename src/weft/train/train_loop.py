@@ -28,11 +28,13 @@ from . import build, build_data
 from .callbacks import Callbacks
 from .comm_metrics import CommMetrics, RpcMetrics, comm_metrics_of
 from .expert_metrics import ExpertMetrics
+from .gpu_use import GpuUse
 from .metrics import Line, Metrics, StepTimer, WaitTimer, highest_over_ranks, peak_memory_bytes
 from .prefetch import Prefetcher
 from .progress import Progress
+from .rank_times import RankTimes
 from .run_folder import DATA, LEFT_OUT, LOSSES, checkpoint_folder, data_position, loop_state
-from .step_profiler import StepProfiler, profiled
+from .step_profiler import StepRecorder, recorded
 from .stop_request import StopRequest
 from .stream_loader import AnyLoader
 from .token_rows import refuse_unknown_tokens
@@ -64,7 +66,7 @@ class TrainLoop:
     callbacks: Callbacks
     recorder: TraceRecorder | None = None
     average: WeightAverage | None = None
-    profiler: StepProfiler | None = None
+    recorders: Sequence[StepRecorder] = ()
     loss: float | None = None  # of the last step that was taken
     left_out: int = 0  # steps in a row
     skipped: Counter[str] = field(default_factory=Counter)  # steps of this run, by the reason
@@ -78,6 +80,8 @@ class TrainLoop:
     spikes: OutlierFilter = field(init=False)
     traffic: CommMetrics | RpcMetrics = field(init=False)
     gates: ExpertMetrics = field(init=False)
+    own: RankTimes = field(init=False)
+    gpu: GpuUse = field(init=False)
     clock: StepTimer = field(default_factory=StepTimer)
     reading: WaitTimer = field(default_factory=WaitTimer)
     paces: list[float] = field(default_factory=list)  # seconds of a step, of each line
@@ -87,6 +91,8 @@ class TrainLoop:
         self.first = self.engine.steps_done + 1
         self.traffic = comm_metrics_of(self.engine)
         self.gates = ExpertMetrics(self.engine)
+        self.own = RankTimes(self.run, self.engine, self.callbacks)
+        self.gpu = GpuUse(self.engine.mesh.device)
         self.spikes = OutlierFilter(self.run.train.rollback)
 
     def __call__(self, interrupt: StopRequest) -> bool:
@@ -109,7 +115,7 @@ class TrainLoop:
             if self.recorder is not None:
                 self.recorder.before(step - self.first + 1)
             idle_s = self.engine.waited_s
-            around = profiled(self.profiler, step)
+            around = recorded((*self.recorders, self.own), step)
             with around, self.traffic.step(), refuse_unknown_tokens(self.engine, batch):
                 unread.append(self.engine.step(batch))
             recent.append(unread[-1])
@@ -245,8 +251,7 @@ class TrainLoop:
 
     def _log(self, step: int, recent: Sequence[StepResult]) -> Line:
         """Write and show a line about this step, the last of `recent`."""
-        step_s = self.clock.lap() / len(recent)
-        self.paces.append(step_s)
+        self.paces.append(step_s := self.clock.lap() / len(recent))
         line: dict[str, Any] = {
             "step": step,
             **({"loss": self.loss} if self.loss is not None else {}),  # none has been taken yet
@@ -265,22 +270,22 @@ class TrainLoop:
             "data_wait_s": self.reading.lap() / len(recent),
             "memory_bytes": highest_over_ranks(peak_memory_bytes(self.engine.mesh.device)),
             "epoch": round(self.loader.epoch(step + self.passed), 4),
+            **self.gpu.line(),
         } | self.traffic.line(len(recent))
         experts, warnings = self.gates.line(
             len(recent), float(torch.stack([r.weight for r in recent]).sum())
         )
-        line |= experts
-        for warning in warnings:
-            self.progress.say(f"step {step}/{self.run.train.steps}  {warning}")
+        own, slow = self.own.line(len(recent), step_s, line["data_wait_s"])
+        line |= experts | own
         members = self.engine.replicas.members
         if members:
             line["replicas"] = len(members)
             if self.members not in ((), members):
                 which = ", ".join(map(str, members))
-                self.progress.say(
-                    f"step {step}/{self.run.train.steps}  now these replicas take part: {which}"
-                )
+                warnings.append(f"now these replicas take part: {which}")
         self.members = members
+        for said in (*warnings, *slow):
+            self.progress.say(f"step {step}/{self.run.train.steps}  {said}")
         if self.metrics is not None:
             self.progress.speaks = leads = self.engine.replicas.leads
             self.metrics.write(line, leads)
@@ -319,7 +324,7 @@ class TrainLoop:
                 return None
             return f"a weight after step {step} is not finite. {_advice(self.run)}"
 
-        with self._of_this_replica(), self.watchdog.rare():
+        with _of_this_replica(self.engine.replicas.independent), self.watchdog.rare():
             self.saver.save(
                 checkpoint_folder(self.run, None if leads else self.engine.replicas.index),
                 step,
@@ -340,16 +345,24 @@ class TrainLoop:
         self.watchdog.beat(f"the checkpoint of step {step}")
         self.callbacks.checkpoint_saved(step)
 
-    @contextmanager
-    def _of_this_replica(self) -> Iterator[None]:
-        """Where replicas step by themselves, what one cannot write is its own end, and not the
-        run's."""
-        try:
-            yield
-        except CheckpointError as error:
-            if not self.engine.replicas.independent:
-                raise
-            raise WeftError(str(error)) from error
+    def save_complete(self) -> None:
+        """A step has failed on all ranks alike: save the one before, if none has done so."""
+        step = self.engine.steps_done
+        if step >= self.first and step != latest_step(checkpoint_folder(self.run)):
+            if self.engine.gather(last=True):
+                self._save(step, wait=True)
+            self.progress.say(f"saved after step {step}; --resume goes on")
+
+
+@contextmanager
+def _of_this_replica(independent: bool) -> Iterator[None]:
+    """Where replicas step by themselves, what one cannot write is its end, and not the run's."""
+    try:
+        yield
+    except CheckpointError as error:
+        if not independent:
+            raise
+        raise WeftError(str(error)) from error
 
 
 def _advice(run: RunConfig) -> str:

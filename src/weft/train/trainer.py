@@ -19,6 +19,7 @@ from weft.core import (
     ConfigError,
     Plan,
     RunConfig,
+    StepFailed,
     dump_toml,
     replace_file,
 )
@@ -32,7 +33,10 @@ from . import build, build_data
 from .callbacks import Callbacks
 from .data import Dataset, NoDataset
 from .generate import sample_text, text_coder
+from .gpu_use import why_unknown
 from .loggers import has_tensorboard
+from .lr_schedule import ScheduleFailed
+from .memory_snapshot import MemorySnapshot
 from .metrics import Metrics, rate_unit
 from .prefetch import prefetched
 from .progress import Progress
@@ -45,7 +49,7 @@ from .run_folder import (
 )
 from .run_summary import run_header, run_summary
 from .sample_stream import Stream, first_samples
-from .step_profiler import StepProfiler
+from .step_profiler import StepProfiler, StepRecorder
 from .stop_request import StopRequest
 from .stream_loader import AnyLoader, make_loader
 from .trace_recorder import FIRST, TraceRecorder
@@ -82,8 +86,9 @@ def train(
         WeftError: The loss or a weight is no longer finite.
     """
     run, asked = build_data.count_steps(run), build_data.count_steps(asked or run)
-    with rpc_session((DRIVER, *run.workers)) if run.workers else nullcontext():
-        return _train(run, resume, trace, again, asked, compare)
+    snapshot = MemorySnapshot(run.train.memory_snapshot, Path(run.output))
+    with rpc_session((DRIVER, *run.workers)) if run.workers else nullcontext(), snapshot():
+        return _train(run, resume, trace, again, asked, compare, snapshot)
 
 
 def _train(
@@ -93,6 +98,7 @@ def _train(
     again: bool,
     asked: RunConfig,
     compare: Compare | None,
+    snapshot: MemorySnapshot,
 ) -> bool:
     began, t, folder, company = time.perf_counter(), run.train, Path(run.output), replica_slot()
     with Watchdog(t.hang_s) as start, start.starting():
@@ -124,13 +130,16 @@ def _train(
     shares = (
         engine.global_plan.layout.replica_count if engine.replicas.servers_update else 1
     )  # replicas are never at one step
-    val_loader = _loader(run, engine, val, shares=shares) if val is not None else None
+    # in its own order: a block of a shuffled stream would be read for each validation
+    val_loader = _loader(run, engine, val, 0, shares=shares) if val is not None else None
     notes = [*engine.global_plan.notes]
     done = engine.steps_done
     if engine.codec_state_lost:
         notes.append("what codecs had kept was another layout's or codec's: it begins anew")
     if t.loggers is None and not has_tensorboard():
         notes.append('no events for TensorBoard: pip install "weft[tensorboard]"')
+    if why := why_unknown(engine.mesh.device):
+        notes.append(f"no gpu_utilization: {why}")
     if trace and t.steps - done < FIRST:
         problem = (
             f"leaves {t.steps - done} steps to take, and the first to be traced is number {FIRST}"
@@ -140,7 +149,14 @@ def _train(
         )
     left_out, losses = loop_state(scalars)
     loading = prefetched(
-        _loader(run, engine, dataset, scalars.get(DATA), start=done + left_out),
+        _loader(
+            run,
+            engine,
+            dataset,
+            run.data.shuffle_buffer,
+            scalars.get(DATA),
+            start=done + left_out,
+        ),
         run.data.workers if reads else 0,
         run.data.prefetch,
         engine.mesh.device.type == "cuda",
@@ -155,9 +171,11 @@ def _train(
         if trace and engine.replicas.leads and isinstance(engine, Engine)
         else None
     )
-    profiler = None
+    profiler: StepProfiler | None = None
+    recorders: list[StepRecorder] = [snapshot]
     if t.profile is not None and engine.replicas.leads and isinstance(engine, Engine):
         profiler = StepProfiler(engine, t.profiled_steps)
+        recorders.append(profiler)
     progress = Progress(console, t.steps, done)
     progress.table(run_header(run, engine, done, notes))
     named, tables = build.build_callbacks(run), asked.model_dump(mode="json", exclude_none=True)
@@ -195,7 +213,7 @@ def _train(
             callbacks,
             recorder,
             average,
-            profiler,
+            recorders,
             passed=left_out,
         )
         loop.spikes.restore(losses)
@@ -203,7 +221,11 @@ def _train(
             engine.heard = partial(
                 watchdog.beat, "a call"
             )  # while the driver validates a worker takes no steps
-        interrupted = loop(interrupt)
+        try:
+            interrupted = loop(interrupt)
+        except (StepFailed, ScheduleFailed):  # on all ranks, before the weights changed
+            loop.save_complete()
+            raise
     if profiler is not None and (profile := profiler.finish(folder)) is not None:
         progress.say(f"profile of steps {t.profile}: {profile}; open it at ui.perfetto.dev")
     drawing = (
@@ -268,6 +290,7 @@ def _loader(
     run: RunConfig,
     engine: TrainingEngine,
     dataset: Dataset | Stream,
+    shuffle_buffer: int,
     position: str | None = None,
     start: int = 0,
     shares: int = 1,
@@ -280,7 +303,7 @@ def _loader(
         dataset,
         t.batch // shares,
         t.seed,
-        run.data.shuffle_buffer,
+        shuffle_buffer,
         accumulate=t.accumulate,
         data_rank=rank,
         data_size=size,

@@ -140,9 +140,14 @@ class _Batches:
         collate = build_collate(self.run)
         if not isinstance(held, Stream):
             return whole_batch_of(held, self._order()(step), collate)
-        buffer, places = self.run.data.shuffle_buffer, partial(shuffled_places, train.seed)
-        items = streamed_batch_of(held.read, step, train.batch, buffer, places)
+        places = partial(shuffled_places, train.seed)
+        items = streamed_batch_of(held.read, step, train.batch, self._buffer, places)
         return whole_batch_of([held.sample(item) for item in items], range(train.batch), collate)
+
+    @property
+    def _buffer(self) -> int:
+        """A validation takes a stream in its own order."""
+        return self.run.data.shuffle_buffer if self.split == "train" else 0
 
     def order_faults(self) -> list[str]:
         """What is wrong with the order in which the loader takes samples."""
@@ -157,12 +162,12 @@ class _Batches:
         return loader.indices
 
     def _loader(self, data_rank: int = 0, data_size: int = 1) -> AnyLoader:
-        train, buffer = self.run.train, self.run.data.shuffle_buffer
+        train = self.run.train
         return make_loader(
             self.held(),
             train.batch,
             train.seed,
-            buffer,
+            self._buffer,
             accumulate=train.accumulate,
             data_rank=data_rank,
             data_size=data_size,
