@@ -124,7 +124,9 @@ def _train(
     shares = (
         engine.global_plan.layout.replica_count if engine.replicas.servers_update else 1
     )  # replicas are never at one step
-    val_loader = _loader(run, engine, val, shares=shares) if val is not None else None
+    val_loader = None
+    if val is not None:
+        val_loader = _loader(run, engine, val, shares=shares, grouped=False)
     notes = [*engine.global_plan.notes]
     done = engine.steps_done
     if engine.codec_state_lost:
@@ -271,8 +273,10 @@ def _loader(
     position: str | None = None,
     start: int = 0,
     shares: int = 1,
+    grouped: bool = True,
 ) -> AnyLoader:
-    """`shares`: a replica that evaluates alone takes a batch in so many parts."""
+    """`shares`: a replica that evaluates alone takes a batch in so many parts. `grouped`: by
+    length, if the run asks for it."""
     t, rank, size = run.train, engine.data_rank, engine.data_size
     if shares > 1:
         rank, size = engine.plan.layout.index(engine.mesh.rank, *DATA_AXES), engine.plan.data_size
@@ -287,6 +291,7 @@ def _loader(
         start=start,
         position=position,
         collate_fn=build_data.build_collate(run),
+        group_by_length=run.data.group_by_length * grouped,
     )
 
 
