@@ -86,6 +86,14 @@ class DataConfig(SourceConfig):
             " (default: they are stacked)"
         ),
     )
+    group_by_length: int = Field(
+        default=0,
+        ge=0,
+        description=(
+            "batches whose samples are sorted by length together, so that each batch has samples of"
+            " like length, as 50; 0: none. Validation batches are not"
+        ),
+    )
     workers: int = Field(
         default=0,
         ge=0,
@@ -112,6 +120,13 @@ class DataConfig(SourceConfig):
         for key, value in self.arguments.items() if self.blend else ():
             problem = "is beside blend, of which each source has arguments of its own"
             raise table_error(problem, "write it in the tables of [[data.blend]]", **{key: value})
+        if self.group_by_length and self.collate is None:
+            problem = "is for samples of several lengths, which no batch has without data.collate"
+            raise table_error(
+                problem,
+                "set data.collate, or leave it out",
+                group_by_length=self.group_by_length,
+            )
         if self.prefetch is not None and not self.workers:
             problem = "is of data.workers, and there is none"
             raise table_error(

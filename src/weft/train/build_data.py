@@ -28,9 +28,11 @@ def build_dataset(run: RunConfig, split: str = "train") -> data.Dataset | Stream
     A callable without a parameter `split` has only "train".
     """
     table = run.data
-    if table.blend is not None:
-        return _blend(run, table.blend, split)
-    made = _source(run, table, split)
+    made = _blend(run, table.blend, split) if table.blend else _source(run, table, split)
+    if table.group_by_length and isinstance(made, Stream):
+        problem = "sorts samples by length, and an iterable's are not known before they are read"
+        fix = "leave it out, or give one map-style dataset"
+        raise ConfigError("data.group_by_length", table.group_by_length, problem, fix)
     if table.shuffle_buffer and not isinstance(made, Stream):
         problem = "is for iterables, and [data] has a map-style dataset, which is shuffled whole"
         raise ConfigError("data.shuffle_buffer", table.shuffle_buffer, problem, "leave it out")

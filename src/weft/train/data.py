@@ -23,6 +23,7 @@ from torch import Tensor
 
 from weft.core import DataError, data_rank_indices, import_extra, nearest
 
+from .length_groups import grouped_by_length, sample_lengths
 from .tokenizer import Bytes, Tokenizer, load_tokenizer
 
 Collate = Callable[[Sequence[dict[str, Tensor]]], dict[str, Tensor]]
@@ -388,9 +389,11 @@ class Loader(Iterator[dict[str, Tensor]]):
         start: the first step.
         collate_fn: makes a global batch of a list of samples. Default: this rank's samples are
             stacked.
+        group_by_length: batches whose samples are sorted by length together, so that each has
+            samples of like length. 0: none.
 
     Raises:
-        DataError: fewer samples than a batch.
+        DataError: fewer samples than a batch, or `lengths` of a dataset that are none.
         LayoutError: a batch that does not divide.
 
     Example:
@@ -409,6 +412,7 @@ class Loader(Iterator[dict[str, Tensor]]):
         data_size: int = 1,
         start: int = 0,
         collate_fn: Collate | None = None,
+        group_by_length: int = 0,
     ):
         if len(dataset) < batch:
             problem = f"the dataset has {len(dataset)} samples, less than one batch"
@@ -419,7 +423,8 @@ class Loader(Iterator[dict[str, Tensor]]):
         self.mine = data_rank_indices(batch, accumulate, data_rank, data_size)
         self.steps_per_epoch = len(dataset) // batch
         self.step = start
-        self._collate = collate_fn
+        self._collate, self._pool = collate_fn, group_by_length
+        self._lengths = sample_lengths(dataset) if group_by_length else None
         self._order = (-1, np.empty(0, np.int64))  # the epoch, and its order
 
     def indices(self, step: int) -> list[int]:
@@ -427,7 +432,10 @@ class Loader(Iterator[dict[str, Tensor]]):
         epoch, place = divmod(step, self.steps_per_epoch)
         if self._order[0] != epoch:
             random, size = np.random.default_rng([self.seed, epoch]), len(self.dataset)
-            self._order = epoch, random.permutation(size) if self.shuffle else np.arange(size)
+            order = random.permutation(size) if self.shuffle else np.arange(size)
+            if self._lengths is not None:
+                order = grouped_by_length(order, self._lengths, self.batch, self._pool, random)
+            self._order = epoch, order
         return self._order[1][place * self.batch : (place + 1) * self.batch].tolist()
 
     def one_pass(self, most: int) -> Iterator[dict[str, Tensor]]:

@@ -33,7 +33,7 @@ PROFILE = "profile.json"
 SAMPLE = "sample.txt"
 
 # scalars of a checkpoint
-LEFT_OUT, LOSSES, DATA = "batches_left_out", "losses", "data"
+LEFT_OUT, LOSSES, DATA, GROUPED = "batches_left_out", "losses", "data", "group_by_length"
 _ANOTHER = "resume from another checkpoint, which weft saved"
 
 
@@ -98,13 +98,14 @@ def _check_resume(run: RunConfig, contents: CheckpointIndex) -> None:
     """Where a run stands in its data is its number of steps, which another batch or seed would give
     another meaning."""
     for key, value in data_position(run).items():
-        was = contents.scalars.get(key)
+        was = contents.scalars.get(key, 0 if key == GROUPED else None)
         if was != value:
             problem = (
                 f"the run in {run.output} has {key} {was}, and its order of samples depends on that"
             )
+            field = f"data.{key}" if key == GROUPED else f"train.{key}"
             raise ConfigError(
-                f"train.{key}", value, problem, f"resume with {key} {was}, or begin another run"
+                field, value, problem, f"resume with {key} {was}, or begin another run"
             )
     loop_state(contents.scalars)
     if DATA in contents.scalars:
@@ -118,4 +119,5 @@ def _check_resume(run: RunConfig, contents: CheckpointIndex) -> None:
 
 def data_position(run: RunConfig) -> dict[str, int]:
     """What the run's order of samples depends on beside the number of steps done."""
-    return order_scalars(run.train.batch, run.train.seed)
+    order = order_scalars(run.train.batch, run.train.seed)
+    return {**order, GROUPED: run.data.group_by_length}

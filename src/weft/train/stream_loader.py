@@ -215,6 +215,7 @@ def make_loader(
     start: int = 0,
     position: str | None = None,
     collate_fn: Collate | None = None,
+    group_by_length: int = 0,
 ) -> AnyLoader:
     """The loader of a dataset or a Stream.
 
@@ -229,6 +230,7 @@ def make_loader(
         start: the first step.
         position: as of a StreamLoader.
         collate_fn: as of either.
+        group_by_length: as of a Loader.
 
     Raises:
         Refusal: what the loaders raise.
@@ -236,7 +238,7 @@ def make_loader(
     place = accumulate, data_rank, data_size, start
     if isinstance(dataset, Stream):
         return StreamLoader(dataset, batch, seed, shuffle_buffer, *place, position, collate_fn)
-    return Loader(dataset, batch, seed, True, *place, collate_fn)
+    return Loader(dataset, batch, seed, True, *place, collate_fn, group_by_length)
 
 
 def read_position(text: object, buffer: int) -> dict[str, Any]:

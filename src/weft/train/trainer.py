@@ -130,8 +130,9 @@ def _train(
     shares = (
         engine.global_plan.layout.replica_count if engine.replicas.servers_update else 1
     )  # replicas are never at one step
-    # in its own order: a block of a shuffled stream would be read for each validation
-    val_loader = _loader(run, engine, val, 0, shares=shares) if val is not None else None
+    val_loader = None
+    if val is not None:
+        val_loader = _loader(run, engine, val, shares=shares, validates=True)
     notes = [*engine.global_plan.notes]
     done = engine.steps_done
     if engine.codec_state_lost:
@@ -149,14 +150,7 @@ def _train(
         )
     left_out, losses = loop_state(scalars)
     loading = prefetched(
-        _loader(
-            run,
-            engine,
-            dataset,
-            run.data.shuffle_buffer,
-            scalars.get(DATA),
-            start=done + left_out,
-        ),
+        _loader(run, engine, dataset, scalars.get(DATA), start=done + left_out),
         run.data.workers if reads else 0,
         run.data.prefetch,
         engine.mesh.device.type == "cuda",
@@ -290,26 +284,30 @@ def _loader(
     run: RunConfig,
     engine: TrainingEngine,
     dataset: Dataset | Stream,
-    shuffle_buffer: int,
     position: str | None = None,
     start: int = 0,
     shares: int = 1,
+    validates: bool = False,
 ) -> AnyLoader:
-    """`shares`: a replica that evaluates alone takes a batch in so many parts."""
+    """`shares`: a replica that evaluates alone takes a batch in so many parts. `validates`: in the
+    dataset's own order or a plain shuffle, as a block of a shuffled stream would be read for each
+    validation."""
     t, rank, size = run.train, engine.data_rank, engine.data_size
+    buffer, pool = (0, 0) if validates else (run.data.shuffle_buffer, run.data.group_by_length)
     if shares > 1:
         rank, size = engine.plan.layout.index(engine.mesh.rank, *DATA_AXES), engine.plan.data_size
     return make_loader(
         dataset,
         t.batch // shares,
         t.seed,
-        shuffle_buffer,
+        buffer,
         accumulate=t.accumulate,
         data_rank=rank,
         data_size=size,
         start=start,
         position=position,
         collate_fn=build_data.build_collate(run),
+        group_by_length=pool,
     )
 
 

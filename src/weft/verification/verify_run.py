@@ -32,7 +32,14 @@ from weft.train import (
 from .case import Batch, Case
 from .difference import SGD_LR
 from .layout_result import LayoutResult
-from .plain.samples import order_faults, place_faults, streamed_batch_of, whole_batch_of
+from .plain.samples import (
+    grouping_faults,
+    lengths_of,
+    order_faults,
+    place_faults,
+    streamed_batch_of,
+    whole_batch_of,
+)
 from .report import VerifyReport
 from .training_check import TrainingResult, verify_training
 from .verified_settings import deep_sync, on_cpus, verified_precision, verified_sync
@@ -119,7 +126,7 @@ class _Batches:
     run: RunConfig
     split: str = "train"
     dataset: Dataset | Stream | None = field(default=None, repr=False)
-    streams: dict[tuple[int, int], StreamLoader] = field(default_factory=dict, repr=False)
+    loaders: dict[tuple[int, int], AnyLoader] = field(default_factory=dict, repr=False)
 
     def held(self) -> Dataset | Stream:
         if self.dataset is None:
@@ -127,10 +134,7 @@ class _Batches:
         return self.dataset
 
     def __call__(self, step: int, data_rank: int, data_size: int) -> Batch:
-        kept = self.streams.get((data_rank, data_size))
-        loader = kept or self._loader(data_rank, data_size)
-        if isinstance(loader, StreamLoader):  # a new one would read all steps before it again
-            self.streams[data_rank, data_size] = loader
+        loader = self._loader(data_rank, data_size)
         loader.step = step
         return next(loader)
 
@@ -154,14 +158,29 @@ class _Batches:
         held, train = self.held(), self.run.train
         if isinstance(held, Stream):
             return place_faults(partial(shuffled_places, train.seed))
-        return order_faults(self._order(), len(held), train.batch)
+        found, pool = order_faults(self._order(), len(held), train.batch), self._pool
+        if pool:
+            orders = self._order(), self._order(grouped=False)
+            found += grouping_faults(*orders, lengths_of(held), train.batch, pool)
+        return found
 
-    def _order(self) -> Callable[[int], list[int]]:
-        loader = self._loader()
+    @property
+    def _pool(self) -> int:
+        return self.run.data.group_by_length if self.split == "train" else 0
+
+    def _order(self, grouped: bool = True) -> Callable[[int], list[int]]:
+        loader = self._loader() if grouped else self._made(0, 1, 0)
         assert not isinstance(loader, StreamLoader)
         return loader.indices
 
     def _loader(self, data_rank: int = 0, data_size: int = 1) -> AnyLoader:
+        place = data_rank, data_size
+        if place not in self.loaders:
+            # a new one would read all steps before it again, or all samples for their lengths
+            self.loaders[place] = self._made(*place, self._pool)
+        return self.loaders[place]
+
+    def _made(self, data_rank: int, data_size: int, pool: int) -> AnyLoader:
         train = self.run.train
         return make_loader(
             self.held(),
@@ -172,4 +191,5 @@ class _Batches:
             data_rank=data_rank,
             data_size=data_size,
             collate_fn=build_collate(self.run),
+            group_by_length=pool,
         )

@@ -82,6 +82,62 @@ def place_faults(places: Callable[[int, int, int], Sequence[int]]) -> list[str]:
     return found
 
 
+def lengths_of(dataset: Samples) -> list[float]:
+    """How long each sample is: as the dataset says, or how many elements it has."""
+    said = getattr(dataset, "lengths", None)
+    if said is not None:
+        return [float(length) for length in said]
+    samples = (dataset[index] for index in range(len(dataset)))
+    return [float(sum(value.numel() for value in sample.values())) for sample in samples]
+
+
+def batches_of_like_length(
+    shuffled: Sequence[int], lengths: Sequence[float], batch: int, pool: int
+) -> list[list[int]]:
+    """The batches of an epoch, in no order: of each `pool` batches that come together in the
+    shuffled order, the shortest samples make one, the next shortest another."""
+    found, left = list[list[int]](), [*shuffled[: len(shuffled) // batch * batch]]
+    while left:
+        together, left = left[: pool * batch], left[pool * batch :]
+        while together:
+            # of equal lengths those that come first
+            shortest = sorted(together, key=lambda sample: lengths[sample])[:batch]
+            found.append(shortest)
+            together = [sample for sample in together if sample not in shortest]
+    return found
+
+
+def grouping_faults(
+    indices: Callable[[int], Sequence[int]],
+    shuffled: Callable[[int], Sequence[int]],
+    lengths: Sequence[float],
+    batch: int,
+    pool: int,
+) -> list[str]:
+    """What is wrong with batches of samples of like length, in the first two epochs.
+
+    Args:
+        indices: of the samples of a step's global batch.
+        shuffled: those that it would have if lengths did not count.
+        lengths: of each sample.
+        batch: samples of a global batch.
+        pool: how many batches are sorted together.
+    """
+    found, whole = list[str](), len(lengths) // batch
+    for epoch in range(2):
+        steps = range(epoch * whole, (epoch + 1) * whole)
+        order = [sample for step in steps for sample in shuffled(step)]
+        wanted = batches_of_like_length(order, lengths, batch, pool)
+        made = [[*indices(step)] for step in steps]
+        if sorted(map(sorted, made)) != sorted(map(sorted, wanted)):
+            found.append(f"epoch {epoch} has other batches than those of like length")
+        longest = [max(lengths[sample] for sample in one) for one in made]
+        in_order = len({*longest}) > 10 and longest in (sorted(longest), sorted(longest)[::-1])
+        if in_order or (whole > 20 and [*map(sorted, made)] == [*map(sorted, wanted)]):
+            found.append(f"the batches of epoch {epoch} are not shuffled")
+    return found
+
+
 def order_faults(
     indices: Callable[[int], Sequence[int]], samples: int, batch: int, shuffled: bool = True
 ) -> list[str]:
