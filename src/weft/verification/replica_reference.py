@@ -161,7 +161,7 @@ def _case_of(case: Case, count: int, number: int, samples: Sequence[int]) -> Cas
         plan=partial(_alone, case.plan, count),
         whole_batch=partial(_rows, case, list(samples)),
         seed=mix_key(case.seed, number) if number else case.seed,  # numbers of its own
-        order_faults=case.order_faults if number == 0 else tuple,
+        faults=case.faults if number == 0 else tuple,
     )
 
 

@@ -230,7 +230,7 @@ def _replay(
     workers = [_Worker(each) for each in cases]
     trained = {n: p.detach() for n, p in workers[0].params.items() if p.requires_grad}
     whose = bucket_owners([p.numel() for p in trained.values()], sync.servers)
-    servers, broken, laws = list[PlainServer](), [*case.order_faults()], DrawLaws()
+    servers, broken, laws = list[PlainServer](), [*case.faults()], DrawLaws()
     broken += division_faults(samples_of(plan, REPLICA_AXIS), plan.batch)
     broken += seed_faults([each.seed for each in cases])
     for number in sorted(set(whose)):
