@@ -321,4 +321,4 @@ def test_a_run_is_held_to_samples_that_are_read_one_by_one() -> None:
         batch, whole = case.batch_of(0, 0, 1), case.whole_batch_of(0)
     assert not torch.equal(batch["input_ids"], whole["input_ids"])
     assert torch.equal(case.batch_of(0, 0, 1)["input_ids"], whole["input_ids"])
-    assert case.order_faults() == []
+    assert case.faults() == []

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cases import LENGTH, VOCAB, Subject
 from tests.mutants import Mutant, mutated
+from weft.core import load_run
 from weft.engine import make_optimizer
 from weft.nn.freeze import freeze
 from weft.nn.models import decoder
@@ -18,6 +20,7 @@ from weft.verification.compare import check_layout
 from weft.verification.layout_result import LayoutResult
 from weft.verification.plain.parameter_groups import plain_optimizer
 from weft.verification.reference import run_reference
+from weft.verification.verify_run import make_case
 
 FACTORY = make_optimizer(
     "adamw",
@@ -88,3 +91,48 @@ def test_each_parameter_has_its_settings() -> None:
     assert found[0] == found[1]
     assert found[0]["head.weight"] == (3e-3, 0.3, (0.9, 0.999))
     assert found[0]["norm.weight"][1] == found[0]["embedding.weight"][1] == 0.0
+
+
+RUN = """
+[model]
+build = "weft.models:decoder"
+vocab = 67
+dim = 32
+layers = 2
+heads = 4
+seq_len = 12
+[data]
+build = "tests.verification.test_training_proof:Padded"
+[train]
+batch = 4
+steps = 4
+[optimizer]
+name = "adamw"
+lr = 1e-2
+betas = [0.8, 0.9]
+no_decay = ["norm.*"]
+decay_min_dims = 1
+groups = { "head.*" = { betas = [0.7, 0.9] } }
+"""
+BUILD, MAKE = ("weft.train.build", "build_optimizer"), (GROUPS[0], "make_optimizer")
+LOST = {
+    "arguments": Mutant(*BUILD, "**table.arguments", "lr=1e-3"),
+    "groups": Mutant(*BUILD, "groups=table.groups", "groups={}"),
+    "no_decay": Mutant(*MAKE, "tuple(no_decay)", "()"),
+    "decay_min_dims": Mutant(*BUILD, "decay_min_dims=table.decay_min_dims", "decay_min_dims=0"),
+    "name": Mutant(*BUILD, "str(table.name)", '"adam"'),
+}
+
+
+def faults_of(folder: Path, *mutants: Mutant) -> list[str]:
+    path = folder / "run.toml"
+    path.write_text(RUN)
+    with mutated(*mutants):
+        return list(make_case(load_run(path)).faults())
+
+
+@pytest.mark.parametrize("key", LOST)
+def test_settings_that_are_lost_on_the_way_are_seen(tmp_path: Path, key: str) -> None:
+    assert faults_of(tmp_path) == []
+    (fault,) = faults_of(tmp_path, LOST[key])
+    assert fault.startswith(f"[optimizer] {key}: ")

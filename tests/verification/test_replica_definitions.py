@@ -131,6 +131,20 @@ MUTANTS: dict[str, tuple] = {
         "since == self._sync.delay",
         "since == self._sync.delay - 1",
     ),
+    "all replicas have the same samples": (
+        "local_sgd",
+        "weft.core.data_order",
+        "data_rank_indices",
+        "micro * data_size + data_rank",
+        "micro * data_size",
+    ),
+    "all replicas draw the same masks": (
+        "dropout",
+        "weft.nn.dropout_rng",
+        "mix_key",
+        "state = 0",
+        "if len(words) == 2:\n        return words[0]\n    state = 0",
+    ),
     "a weight that nobody exchanges": (
         "local_sgd",
         OUTER,

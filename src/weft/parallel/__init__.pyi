@@ -46,6 +46,7 @@ from .mesh import Mesh as Mesh
 from .parts import find_parts as find_parts, roles_with_parts as roles_with_parts
 from .plan_request import PlanRequest as PlanRequest
 from .predict_comms import (
+    STEP_STATISTICS as STEP_STATISTICS,
     AttentionCall as AttentionCall,
     BoundaryShape as BoundaryShape,
     CallSizes as CallSizes,

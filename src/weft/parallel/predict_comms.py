@@ -48,9 +48,9 @@ from .predict_norm_comms import batchnorm_comms, mean_comms
 from .wire_sizes import HEADER_BYTES
 
 TRAIL_BYTES = 2 * 8  # which modules the ranks of one stage ran, and its square, in float64
-STATISTICS_BYTES = (
-    6 * 8
-)  # squared norm, loss, weight, unreached parameters, what ran, what it changed, in float64
+# of a step, in float64: squared norm, loss, weight, unreached parameters, what ran, what it changed,
+# ranks whose loss has failed
+STEP_STATISTICS = 7
 
 
 def predict_collectives(
@@ -154,7 +154,7 @@ def predict_collectives(
     if plan.layout.active_axes():
         comms.append(
             Collective(
-                "all_reduce", ".".join(plan.layout.active_axes()), STATISTICS_BYTES, "step", ""
+                "all_reduce", ".".join(plan.layout.active_axes()), STEP_STATISTICS * 8, "step", ""
             )
         )
     if plan.staging is not None and any(step.gather is not None for step in plan.steps):

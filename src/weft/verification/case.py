@@ -29,10 +29,11 @@ class Case:
 
     `batch(step, data_rank, data_size)`: one rank's part of the global batch of a step.
     `whole_batch(step)`: all of it, read apart from what `batch` does; default: by `batch`.
-    `order_faults()`: what is wrong with the order of samples. `hang_s`: seconds without a step
-    that are a hang; None: it follows from how long the reference takes. `workers`:
-    where modules live. `build_deferred` makes the same model without weights; default: by `build`.
-    `frozen`: globs of parameters that are not trained; `build` freezes them too.
+    `faults()`: what is wrong with what both sides are given: the order of samples, the settings of
+    the optimizer. `hang_s`: seconds without a step that are a hang; None: it follows from how long
+    the reference takes. `workers`: where modules live. `build_deferred` makes the same model
+    without weights; default: by `build`. `frozen`: globs of parameters that are not trained;
+    `build` freezes them too.
     `compile`: as of an Engine. `within`: what counts as equal; default: what does in `precision`.
     """
 
@@ -49,7 +50,7 @@ class Case:
     compile: CompileChoice | CompileOptions = "off"
     precision: str = "fp64"
     whole_batch: Callable[[int], Batch] | None = None
-    order_faults: Callable[[], Sequence[str]] = tuple
+    faults: Callable[[], Sequence[str]] = tuple
     hang_s: float | None = None
     within: Bounds | None = None
     frozen: Sequence[str] = ()

@@ -32,6 +32,7 @@ from .plain.draw_laws import DrawLaws
 from .plain.functions import PlainFunctions
 from .plain.inputs import plain_arguments, plain_inputs
 from .plain.parameter_groups import plain_optimizer
+from .plain.samples import division_faults
 from .plain_run import known_positions, loss_of, prepare_plain
 from .reference import Reference, final_state, norms_of, run_reference
 
@@ -122,6 +123,7 @@ class _GradientExchange:
         scatters, codec = plan.fsdp_uses_codec, plan.sync.codec
         self.samples = samples_of(plan, *(STATE_AXES if scatters else (REPLICA_AXIS,)))
         self.ranks = len(self.samples)
+        self._faults = division_faults(self.samples, plan.batch)
         view = plan.sync.replica_view(self.ranks)
         view = replace(view, sharded=view.sharded or scatters)
         self._parcels = [] if scatters else bucket_parcels(plan)
@@ -136,7 +138,7 @@ class _GradientExchange:
 
     @property
     def broken(self) -> list[str]:
-        return self._laws.broken
+        return [*self._faults, *self._laws.broken]
 
     @property
     def undecided(self) -> int:

@@ -94,7 +94,7 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
         if step == 0:
             found.updated = {n: p.detach().clone() for n, p in params.items()}
     found.final = final_state(model, [o for o in optimizers if o is not None], params)
-    found.broken = (*laws.broken, *case.order_faults())
+    found.broken = (*laws.broken, *case.faults())
     return found
 
 

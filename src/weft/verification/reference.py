@@ -112,7 +112,7 @@ def reference_steps(
     run.masters.restore()
     found.final = final_state(run.model, [run.optimizer], run.params)
     found.traces, found.labels, found.loss_bytes = record.traces, record.labels, record.loss_bytes
-    found.broken = (*run.laws.broken, *case.order_faults())
+    found.broken = (*run.laws.broken, *case.faults())
     return found
 
 

@@ -17,7 +17,7 @@ from weft.nn import mix_key
 from .case import Batch, Case
 from .codec_definitions import EXACT, DefinedCodec, codec_bounds, describe_codec, rounding_optimizer
 from .parcels import Parcel, parcel_of, samples_of
-from .plain.draw_laws import DrawLaws
+from .plain.draw_laws import DrawLaws, seed_faults
 from .plain.replicas import (
     RULES,
     PlainReplicas,
@@ -25,6 +25,7 @@ from .plain.replicas import (
     mean_difference,
     part_faults,
 )
+from .plain.samples import division_faults
 from .reference import Reference, reference_steps
 
 MOST_STEPS = 20  # to two exchanges of each part of a model; a longer period is shortened
@@ -48,10 +49,8 @@ def run_replicas(case: Case, layout: str, steps: int) -> Reference:
     if instead is not None:
         case = replace(case, optimizer=instead)
     definition = _describe(sync, configured) + (", with SGD" if instead is not None else "")
-    runs = [
-        reference_steps(case_of_replica(case, count, number, samples), max(steps, _steps_of(sync)))
-        for number, samples in enumerate(samples_of(plan, REPLICA_AXIS))
-    ]
+    cases = cases_of_replicas(case, plan)
+    runs = [reference_steps(each, max(steps, _steps_of(sync))) for each in cases]
     trained = {n: p.detach() for n, p in case.model().named_parameters() if p.requires_grad}
     replicas, exchange = exchanging(plan, trained)
     for step in range(1, max(steps, _steps_of(sync)) + 1):
@@ -65,7 +64,8 @@ def run_replicas(case: Case, layout: str, steps: int) -> Reference:
         found[-1].definition, found[-1].case = definition, case
         kept = replicas.state(number)
         found[-1].final |= {f"outer/{name}": tensor for name, tensor in kept.items()}
-        found[-1].broken = (*found[-1].broken, *exchange.broken)
+        laws = seed_faults([each.seed for each in cases])
+        found[-1].broken = (*found[-1].broken, *laws, *exchange.broken)
     return replace(found[0], replicas=tuple(found))
 
 
@@ -127,6 +127,7 @@ class WeightExchange:
                     self._messages[number].append((parcel, coded))
         trained = [w.name for w in plan.weights if w.trainable]
         self._faults = part_faults(self.parts, trained)
+        self._faults += division_faults(samples_of(plan, REPLICA_AXIS), plan.batch)
 
     @property
     def broken(self) -> list[str]:
@@ -147,14 +148,20 @@ class WeightExchange:
 # ---- one replica as a case of its own ------------------------------------------------------------
 
 
-def case_of_replica(case: Case, count: int, number: int, samples: Sequence[int]) -> Case:
+def cases_of_replicas(case: Case, plan: Plan) -> list[Case]:
+    """What each replica of a plan trains."""
+    parts = samples_of(plan, REPLICA_AXIS)
+    return [_case_of(case, len(parts), number, part) for number, part in enumerate(parts)]
+
+
+def _case_of(case: Case, count: int, number: int, samples: Sequence[int]) -> Case:
     """What one of `count` replicas trains: these samples of each batch."""
     return replace(
         case,
         plan=partial(_alone, case.plan, count),
         whole_batch=partial(_rows, case, list(samples)),
         seed=mix_key(case.seed, number) if number else case.seed,  # numbers of its own
-        order_faults=case.order_faults if number == 0 else tuple,
+        faults=case.faults if number == 0 else tuple,
     )
 
 

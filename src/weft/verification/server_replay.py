@@ -30,13 +30,14 @@ from .compare import build, hang_s, make_engine, merge_ranks, order_of, set_tria
 from .difference import Difference
 from .layout_result import LayoutResult
 from .parcels import samples_of
-from .plain.draw_laws import DrawLaws
+from .plain.draw_laws import DrawLaws, seed_faults
 from .plain.functions import PlainFunctions
 from .plain.inputs import plain_arguments, plain_inputs
+from .plain.samples import division_faults
 from .plain.servers import PlainServer, order_faults
 from .plain_run import known_positions, loss_of, prepare_plain
 from .reference import Reference, norms_of
-from .replica_reference import case_of_replica
+from .replica_reference import cases_of_replicas
 from .tensor_errors import error_ratio, state_errors, tensor_error
 
 Grads = dict[str, Tensor]
@@ -225,11 +226,13 @@ def _replay(
     """The run of each replica, and its weights after each step, by the orders of the servers."""
     sync, count = plan.sync, plan.layout.replica_count
     assert isinstance(sync, AsyncServers)
-    samples = samples_of(plan, REPLICA_AXIS)
-    workers = [_Worker(case_of_replica(case, count, r, samples[r])) for r in range(count)]
+    cases = cases_of_replicas(case, plan)
+    workers = [_Worker(each) for each in cases]
     trained = {n: p.detach() for n, p in workers[0].params.items() if p.requires_grad}
     whose = bucket_owners([p.numel() for p in trained.values()], sync.servers)
-    servers, broken, laws = list[PlainServer](), [*case.order_faults()], DrawLaws()
+    servers, broken, laws = list[PlainServer](), [*case.faults()], DrawLaws()
+    broken += division_faults(samples_of(plan, REPLICA_AXIS), plan.batch)
+    broken += seed_faults([each.seed for each in cases])
     for number in sorted(set(whose)):
         part = {n: p for (n, p), s in zip(trained.items(), whose, strict=True) if s == number}
         links, order = _Links(part, sync, count, laws), orders[number]

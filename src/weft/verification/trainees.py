@@ -11,7 +11,7 @@ from weft.core import REPLICA_AXIS, Plan
 from .case import Batch, Case
 from .parcels import samples_of
 from .plain.replicas import PlainReplicas
-from .replica_reference import case_of_replica, exchanging
+from .replica_reference import cases_of_replicas, exchanging
 from .training_reference import Trainee
 
 
@@ -22,8 +22,8 @@ def trainees_of(
     if not plan.replicas_step_independently:
         return [Trainee(case, validation, in_microbatches)], None
     found = []
-    for number, samples in enumerate(samples_of(plan, REPLICA_AXIS)):
-        own = case_of_replica(case, plan.layout.replica_count, number, samples)
+    places = samples_of(plan, REPLICA_AXIS)
+    for own, samples in zip(cases_of_replicas(case, plan), places, strict=True):
         rows = torch.tensor(samples)
         parts = [{key: value[rows] for key, value in batch.items()} for batch in validation]
         found.append(Trainee(own, parts, in_microbatches))

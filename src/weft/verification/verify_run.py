@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from weft.core import OFF, Plan, Refusal, RunConfig, emulate_float8
+from weft.engine import OptimizerFactory
 from weft.train import (
     AnyLoader,
     Dataset,
@@ -32,6 +33,7 @@ from weft.train import (
 from .case import Batch, Case
 from .difference import SGD_LR
 from .layout_result import LayoutResult
+from .plain.parameter_groups import factory_faults
 from .plain.samples import (
     grouping_faults,
     lengths_of,
@@ -91,6 +93,7 @@ def deep_case(run: RunConfig) -> tuple[RunConfig, Case, Callable[[int], Batch]]:
 def make_case(run: RunConfig) -> Case:
     """The Case of a run. Recomputation, accumulation and clipping are the run's own."""
     batches, low = _Batches(run), run.precision.compute != "fp64"
+    made = build_optimizer(run)
     precision = run.precision.compute if run.precision.float8 == OFF else "float8"
     dtype = torch.float32 if low else torch.float64
     return Case(
@@ -98,10 +101,10 @@ def make_case(run: RunConfig) -> Case:
         plan=partial(_plan, run, batches),
         batch=batches,
         whole_batch=batches.whole,
-        order_faults=batches.order_faults,
+        faults=partial(_faults, run, batches, made),
         hang_s=run.train.hang_s,
         loss=build_loss(run),
-        optimizer=partial(torch.optim.SGD, lr=SGD_LR) if low else build_optimizer(run),
+        optimizer=partial(torch.optim.SGD, lr=SGD_LR) if low else made,
         inputs=run.model.inputs,
         clip=run.train.clip,
         seed=run.train.seed,
@@ -111,6 +114,13 @@ def make_case(run: RunConfig) -> Case:
         precision=precision,
         frozen=run.model.freeze,
     )
+
+
+def _faults(run: RunConfig, batches: _Batches, made: OptimizerFactory) -> list[str]:
+    table = run.optimizer
+    own = {"no_decay": table.no_decay, "decay_min_dims": table.decay_min_dims}
+    asked = {**own, "groups": table.groups, "arguments": table.arguments}
+    return [*batches.order_faults(), *factory_faults(made, table.name, asked)]
 
 
 def _plan(run: RunConfig, batches: _Batches, model: nn.Module, layout: str) -> Plan:

@@ -21,6 +21,7 @@ from weft.core import (
 from weft.nn import Randomness, mix_key, weighed_loss
 from weft.parallel import (
     DATA_AXES,
+    STEP_STATISTICS,
     ActivationOffload,
     Mesh,
     cast_arguments,
@@ -169,10 +170,8 @@ class TrainingCompute:
         self.step, self.micros, self.scale = step, micros, scale
         if self.functions is not None:
             self.functions.scale = scale
-        self.total, self.agreed = (
-            torch.zeros(7, dtype=torch.float64, device=self.stages.device),
-            None,
-        )
+        self.total = torch.zeros(STEP_STATISTICS, dtype=torch.float64, device=self.stages.device)
+        self.agreed = None
         if self.stages.low is not None:
             self.stages.low.begin()
         self.state.begin()  # after what writes the weights

@@ -7,7 +7,7 @@ nothing of them. What dropout and a distribution are does: a mask keeps an eleme
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from math import log, sqrt
 
@@ -89,6 +89,11 @@ class DrawLaws:
     def _break(self, law: str) -> None:
         if law not in self.broken:
             self.broken.append(law)
+
+
+def seed_faults(seeds: Sequence[int]) -> list[str]:
+    """What is wrong with the seeds of replicas, each of which draws numbers of its own."""
+    return [] if len(set(seeds)) == len(seeds) else ["two replicas draw the same numbers"]
 
 
 def _farthest(n: int, variance: float, most: float) -> float:

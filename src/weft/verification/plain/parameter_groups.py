@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
-from weft.engine import OptimizerFactory, Optimizers
+from weft.engine import AdamW8bit, Lion, MuonWithAdamW, OptimizerFactory, Optimizers
 
 from .names import matches
 from .optimizers import PLAIN, AnyOptimizer
@@ -56,6 +57,37 @@ def asked_for(make: OptimizerFactory, name: str, dims: int) -> dict[str, Any]:
             own.update(settings)  # also over what spares it of weight decay
             break
     return own
+
+
+def factory_faults(made: OptimizerFactory, name: str | None, asked: Mapping[str, Any]) -> list[str]:
+    """What an optimizer does not have that a table [optimizer] asks for.
+
+    Args:
+        made: what weft made of the table.
+        name: of one of torch's or weft's own; None: the user's.
+        asked: all other keys.
+    """
+    found = [
+        f"[optimizer] {key}: {getattr(made, key)}, where {value} is asked for"
+        for key, value in asked.items()
+        if _flat(getattr(made, key)) != _flat(value)
+    ]
+    kinds = {kind.__name__.lower(): kind for kind in vars(torch.optim).values() if _is_one(kind)}
+    kinds |= {"lion": Lion, "adamw8bit": AdamW8bit, "muon": MuonWithAdamW}
+    if name is not None and made.kind is not kinds.get(name):
+        found.append(f"[optimizer] name: {made.kind.__name__}, where {name} is asked for")
+    return found
+
+
+def _is_one(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+
+
+def _flat(value: Any) -> Any:
+    """With lists, however deep, as tuples."""
+    if isinstance(value, Mapping):
+        return {key: _flat(one) for key, one in value.items()}
+    return tuple(map(_flat, value)) if isinstance(value, list | tuple) else value
 
 
 def leave_frozen(model: nn.Module, patterns: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ every sample once, the next has them in another order, and no step has too few.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, pairwise
 from typing import Any, Protocol
@@ -15,6 +16,14 @@ import torch
 from torch import Tensor
 
 MOST = 1_000_000  # samples whose order is looked at
+
+
+def division_faults(parts: Sequence[Sequence[int]], batch: int) -> list[str]:
+    """What is wrong with the samples that each replica takes of a global batch: every one is one
+    replica's."""
+    counts = Counter(sample for part in parts for sample in part)
+    wrong = [n for n in sorted({*range(batch), *counts}) if counts[n] != (n < batch)]
+    return [f"sample {n} of a batch is taken {counts[n]} times" for n in wrong[:1]]
 
 
 class Samples(Protocol):
