@@ -10,6 +10,7 @@ import pytest
 import weft
 from tests.cases import reference, seeded
 from tests.verification.nets import NETS as FIRST
+from tests.verification.nets_of_architectures import ARCHITECTURES
 from tests.verification.nets_of_families import FAMILIES
 from tests.verification.nets_of_papers import PAPERS
 from tests.verification.nets_of_repositories import REPOSITORIES
@@ -18,7 +19,7 @@ from tests.verification.nets_with_quirks import QUIRKS
 from weft.core.errors import Refusal
 from weft.verification.compare import check_layout
 
-NETS = FIRST | PAPERS | QUIRKS | FAMILIES | TUTORIALS | REPOSITORIES
+NETS = FIRST | PAPERS | QUIRKS | FAMILIES | TUTORIALS | REPOSITORIES | ARCHITECTURES
 LAYOUTS = ("dp2", "fsdp2", "tp2", "pp2", "dp2.tp2")
 TP = ("tp2", "dp2.tp2")
 SAMPLES = ("dp2", "fsdp2", "dp2.tp2")  # ranks have other samples
@@ -43,6 +44,9 @@ NOTHING_TO_CUT = (
     "skips-to-the-end",
     "gat",
     "s4d",
+    "gmlp",
+    "set-transformer",
+    "pixel-cnn",
 )
 REFUSED: dict[tuple[str, str], str] = {
     **{(name, at): "finds no attention" for name in NOTHING_TO_CUT for at in TP},
@@ -65,6 +69,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("siamese", "pp2"): "the model 0 modules that are called once",
     ("multi-period", "pp2"): "the model 0 modules that are called once",
     ("skip-gram", "pp2"): "the model 1 modules that are called once",
+    ("pixel-cnn", "fsdp2"): "net.0.weight is changed by the model's forward, and what",
     ("byol", "fsdp2"): "target.0.weight is changed by the model's forward, and what",
     ("byol", "pp2"): "is changed by the forward, and stages 0 and 1 use it",
     **{("glow", at): "flows.0.* is changed by the model's forward, and" for at in SAMPLES},

@@ -82,8 +82,8 @@ class PathNode:
 class Value:
     """One tensor that crosses from stage `source` to the stages `targets`. `key`: (number of the
     tensor, position on the path of its last writer). `shape` and `dtype` are those of the sample.
-    `differentiable`: whether a gradient is sent back. `unread`: it would have one, but the model
-    returns it alone and the loss did not use it with the sample."""
+    `differentiable`: whether a gradient is sent back. `unread`: it would have one, but with
+    the sample the loss used neither it nor what these stages compute with it."""
 
     key: tuple[int, int]
     name: str

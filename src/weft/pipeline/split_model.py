@@ -51,7 +51,7 @@ class _StageSplitter:
         self.path, self.graph = path, path.graph
 
     def staging(self, blocks: Collection[str]) -> Staging:
-        idle = self._unread()
+        used = self._used()
         events, stages = self.graph.events, range(self.path.last + 1)
         for index in self.path.nodes:
             self._check(events[index], self.path.stage_of(index))
@@ -68,7 +68,7 @@ class _StageSplitter:
         values = []
         for (version, number), targets in sorted(versions.items()):
             t = self.graph.tensors[number]
-            unread = t.differentiable and number in idle and not self._is_read(number, targets)
+            unread = t.differentiable and not self._reaches_loss(number, targets, used)
             values.append(
                 Value(
                     (number, position[version]),
@@ -101,17 +101,31 @@ class _StageSplitter:
             frozenset(functions),
         )
 
-    def _is_read(self, number: int, stages: Collection[int]) -> bool:
-        """Whether one of these stages computes with a tensor."""
-        nodes = (index for index in self.path.nodes if self.path.stage_of(index) in stages)
-        return any(number in self.graph.events[index].reads for index in nodes)
+    def _reaches_loss(self, number: int, stages: Collection[int], used: set[int]) -> bool:
+        """Whether the loss may use a tensor, or what one of these stages computes with it."""
+        nodes = (index for index in used if self.path.stage_of(index) in stages)
+        returned = number in self._returned() and self.path.last in stages
+        return returned or any(number in self.graph.events[index].reads for index in nodes)
 
-    def _unread(self) -> set[int]:
-        """The tensors that the model returns, and its loss uses in no place."""
-        leaves = list(enumerate(tensors_in(self.graph.events[0].output)))
-        returned = [(p, leaf.number) for p, leaf in leaves if isinstance(leaf, TensorRef)]
-        places = self.graph.unread
-        return {n for p, n in returned if p in places} - {n for p, n in returned if p not in places}
+    def _returned(self) -> set[int]:
+        """The tensors that the model returns, and its loss uses."""
+        root, places = self.graph.events[0], self.graph.unread
+        leaves = enumerate(tensors_in(root.output))
+        returned = {at.number for p, at in leaves if isinstance(at, TensorRef) and p not in places}
+        return returned | root.hidden
+
+    def _used(self) -> set[int]:
+        """The nodes on which the loss may depend. What a model computes last, and uses nowhere, is
+        none: it needs its inputs, and gives them no gradient."""
+        tensors, storages, found = self.graph.tensors, set[int](), set[int]()
+        storages |= {tensors[n].storage for n in self._returned()}
+        for index in reversed(self.path.nodes):
+            event = self.graph.events[index]
+            if any(tensors[n].storage in storages for n in (*event.made, *event.writes)):
+                found.add(index)
+                storages |= {tensors[n].storage for n in event.reads}
+        unseen = (t for n, t in enumerate(tensors) if t.home and n not in self.path.writers)
+        return {*self.path.nodes} if any(t.storage in storages for t in unseen) else found
 
     def _item(self, index: int, quiet: Collection[int], blocks: Collection[str]) -> PathNode:
         event = self.graph.events[index]
