@@ -398,8 +398,9 @@ def load_run(path: str | Path, overrides: Mapping[str, str] | None = None) -> Ru
     except FileNotFoundError:
         raise ConfigError("run file", str(path), "there is no such file", _beside(path)) from None
     except (OSError, UnicodeDecodeError) as error:
+        said = getattr(error, "strerror", None) or error  # without the number of a handle
         raise ConfigError(
-            "run file", str(path), f"cannot be read ({error})", "name a TOML file"
+            "run file", str(path), f"cannot be read ({said})", "name a TOML file"
         ) from None
     except (ValueError, RecursionError) as error:  # of TOML, its numbers, or its depth
         raise ConfigError(

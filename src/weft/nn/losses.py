@@ -327,13 +327,16 @@ def cross_entropy(
             total = sharded_token_losses(rows, labels.reshape(-1) - offset, group)
             return _sum_of(total, counted)
         logits = local
-    rows = _rows(logits, labels)
+    rows, vocab = _rows(logits, labels), logits.size(-1)
     if _deferred(rows) or len(rows) > chunk_rows(rows):
-        _refuse_outside(labels, counted, logits.size(-1))
+        _refuse_outside(labels, counted, vocab)
         return _sum_of(_token_losses(rows, labels.reshape(-1)), counted)
-    total = F.cross_entropy(
-        rows.to(wide(rows.dtype)), labels.reshape(-1), ignore_index=ignore_index, reduction="sum"
-    )
+    wide_rows, column = rows.to(wide(rows.dtype)), labels.reshape(-1)
+    try:
+        total = F.cross_entropy(wide_rows, column, ignore_index=ignore_index, reduction="sum")
+    except IndexError:  # which names the label, and no more
+        odd = labels[((labels < 0) | (labels >= vocab)) & counted]
+        raise IndexError(_outside(int(odd[0]), vocab)) from None
     return total, counted.sum().to(total.dtype)
 
 
@@ -367,6 +370,13 @@ def _sum_of(losses: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
     """Of losses [N], and how many are `counted`."""
     total = losses.masked_fill(~counted.reshape(-1), 0).sum()
     return total, counted.sum().to(total.dtype)
+
+
+def _outside(label: int, vocab: int) -> str:
+    return (
+        f"label {label} is none of the {vocab} classes of the logits, which count from 0: correct"
+        f" the data ({IGNORED} is a label that does not count), or give the model more classes"
+    )
 
 
 def _refuse_outside(labels: Tensor, counted: Tensor, vocab: int) -> None:

@@ -237,7 +237,8 @@ def _chat_tokenizer(tokenizer: str | Path, template: str | Path | None) -> Any:
         if template is not None:
             coder.chat_template = Path(template).read_text(encoding="utf-8")
     except Exception as error:  # the libraries raise bare Exception
-        raise DataError("tokenizer", str(tokenizer), f"cannot be read ({error})", fix) from error
+        said = " ".join(str(error).split())
+        raise DataError("tokenizer", str(tokenizer), f"cannot be read ({said})", fix) from error
     if not coder.chat_template:
         fix = "name the tokenizer of a chat model, or a file with a template: data.template"
         raise DataError("tokenizer", str(tokenizer), "has no chat template", fix)

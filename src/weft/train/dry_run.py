@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from weft._torch.trees import tree_map
-from weft.core import DataError, Refusal
+from weft.core import ConfigError, DataError, Refusal
 from weft.nn import Loss, model_arguments, named_inputs, weighed_loss
 
 from .token_rows import unknown_token
@@ -54,7 +54,8 @@ def dry_run(
     Raises:
         DataError: the model looks up a row that a table does not have, or raises a ValueError
             before it computes with a weight.
-        ConfigError: the loss or a metric does not return (sum, weight).
+        ConfigError: the loss or a metric does not return (sum, weight), or reads an entry that no
+            sample has.
     """
     if not all(p.is_meta for p in model.parameters()):
         return
@@ -69,9 +70,10 @@ def dry_run(
     with suppress(_Unknown), torch.random.fork_rng([]), torch.no_grad(), values:
         try:
             output = model(**model_arguments(names, batch))
-            weighed_loss(loss, output, batch)
-            for metric in metrics:
-                weighed_loss(metric, output, batch, "train.eval_metrics")
+            for function in (loss, *metrics):
+                field = "loss" if function is loss else "train.eval_metrics"
+                with _refuse_missing_entry(field, function, batch):
+                    weighed_loss(function, output, batch, field)
         except Refusal:
             raise
         except ValueError as error:
@@ -82,6 +84,23 @@ def dry_run(
             raise DataError("data", "a sample", f"the model refuses it: {error}", fix) from error
         except Exception as error:  # without values a model may fail in any way
             raise _Unknown from error
+
+
+@contextmanager
+def _refuse_missing_entry(
+    field: str, function: Loss, batch: Mapping[str, Tensor]
+) -> Iterator[None]:
+    """A loss that looks for an entry under a name that no sample has."""
+    try:
+        yield
+    except KeyError as error:
+        key = error.args[0] if error.args else None
+        if not isinstance(key, str) or key in batch:
+            raise
+        name = getattr(function, "__name__", type(function).__name__)
+        problem = f"reads {key!r} of a sample, which has {', '.join(batch)}"
+        fix = f"call that entry {key!r} in the data, or name a function that takes what there is"
+        raise ConfigError(field, name, problem, fix) from error
 
 
 class _Unknown(Exception):

@@ -7,6 +7,7 @@ import glob
 import importlib
 import inspect
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -43,11 +44,9 @@ def resolve_callable(
             raise ConfigError(
                 field, name, f"imports {error.name}, which is not installed", "install it"
             ) from error
-        fix = (
-            f"put {error.name.partition('.')[0]}.py beside the run file or in the current"
-            " directory, or install it"
-        )
-        raise ConfigError(field, name, f"there is no module {error.name}", fix) from error
+        raise ConfigError(
+            field, name, f"there is no module {error.name}", _instead(error.name)
+        ) from error
     except Refusal:
         raise
     except Exception as error:  # a user's module may fail in any way
@@ -66,6 +65,15 @@ def resolve_callable(
             "name a function",
         )
     return found
+
+
+def _instead(missing: str) -> str:
+    """What to do about a module that is not there."""
+    package, _, last = missing.rpartition(".")
+    folders = getattr(importlib.import_module(package), "__path__", []) if package else []
+    if inside := [module.name for module in pkgutil.iter_modules(folders)]:
+        return nearest(last, inside)
+    return f"put {missing}.py beside the run file or in the current directory, or install it"
 
 
 def _refuse_code(field: str, name: str, module: str, attribute: str) -> None:
@@ -110,6 +118,10 @@ def call_named(
             )
     try:
         return function(*positional, **arguments)
+    except ConfigError as error:  # a class names its argument, and not the key of the run file
+        if error.field not in signature.parameters:
+            raise
+        raise ConfigError(f"{table}.{error.field}", error.value, error.problem, error.fix) from None
     except Refusal:
         raise
     except (

@@ -22,7 +22,7 @@ from weft.checkpoint import (
     order_scalars,
     read_index,
 )
-from weft.core import CheckpointError, ConfigError, RunConfig
+from weft.core import CheckpointError, ConfigError, DataError, RunConfig
 
 from .stream_loader import read_position
 
@@ -33,7 +33,8 @@ PROFILE = "profile.json"
 SAMPLE = "sample.txt"
 
 # scalars of a checkpoint
-LEFT_OUT, LOSSES, DATA, GROUPED = "batches_left_out", "losses", "data", "group_by_length"
+LEFT_OUT, LOSSES, DATA, SAMPLES = "batches_left_out", "losses", "data", "samples"
+GROUPED = "group_by_length"
 _ANOTHER = "resume from another checkpoint, which weft saved"
 
 
@@ -117,7 +118,19 @@ def _check_resume(run: RunConfig, contents: CheckpointIndex) -> None:
         )
 
 
-def data_position(run: RunConfig) -> dict[str, int]:
-    """What the run's order of samples depends on beside the number of steps done."""
+def data_position(run: RunConfig, samples: int | None = None) -> dict[str, int]:
+    """What the run's order of samples depends on beside the number of steps done. `samples`: of a
+    map-style dataset."""
+    held = {} if samples is None else {SAMPLES: samples}
     order = order_scalars(run.train.batch, run.train.seed)
-    return {**order, GROUPED: run.data.group_by_length}
+    return order | {GROUPED: run.data.group_by_length} | held
+
+
+def refuse_other_data(scalars: Mapping[str, Any], samples: int | None) -> None:
+    """Refuse to go on with a dataset of another size than the checkpoint's: its order of samples is
+    another. Raises DataError."""
+    before = scalars.get(SAMPLES, samples)
+    if samples is not None and before != samples:
+        problem = f"has {samples} samples, and had {before} when the run was saved"
+        fix = "resume with the same data, or begin another run"
+        raise DataError("data", f"{samples} samples", problem, fix)

@@ -149,6 +149,9 @@ def if_state_fits() -> Iterator[None]:
 def first_samples(dataset: Any, count: int) -> list[dict[str, Tensor]]:
     """The first samples of a dataset or a Stream, at most so many. Raises DataError."""
     if not isinstance(dataset, Stream):
+        if not len(dataset):
+            fix = "give it some, or name another one"
+            raise DataError("data", type(dataset).__name__, "has no sample", fix)
         return [dataset[index] for index in range(min(count, len(dataset)))]
     found = [dataset.sample(item) for item in dataset.first(count)]
     if not found:

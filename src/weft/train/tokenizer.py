@@ -120,4 +120,5 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     except DataError:
         raise
     except Exception as error:  # the libraries raise bare Exception
-        raise DataError("tokenizer", str(path), f"cannot be read ({error})", fix) from error
+        said = " ".join(str(error).split())
+        raise DataError("tokenizer", str(path), f"cannot be read ({said})", fix) from error

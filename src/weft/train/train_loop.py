@@ -67,6 +67,7 @@ class TrainLoop:
     recorder: TraceRecorder | None = None
     average: WeightAverage | None = None
     recorders: Sequence[StepRecorder] = ()
+    samples: int | None = None  # of a map-style dataset
     loss: float | None = None  # of the last step that was taken
     left_out: int = 0  # steps in a row
     skipped: Counter[str] = field(default_factory=Counter)  # steps of this run, by the reason
@@ -144,8 +145,7 @@ class TrainLoop:
                 if stop:
                     return True
                 continue
-            line = None
-            result = recent[-1]
+            line, result = None, recent[-1]
             if log:
                 line = self._log(step, recent)
                 recent.clear()
@@ -331,7 +331,7 @@ class TrainLoop:
                 (self.average or self.engine).tensors(),
                 {
                     **self.engine.scalars(),
-                    **data_position(self.run),
+                    **data_position(self.run, self.samples),
                     LEFT_OUT: self.passed,
                     LOSSES: [*self.spikes.recent],
                     **({} if (position := self.loader.position()) is None else {DATA: position}),

@@ -45,6 +45,7 @@ from .run_folder import (
     SAMPLE,
     check_output,
     loop_state,
+    refuse_other_data,
     resume_folder,
 )
 from .run_summary import run_header, run_summary
@@ -122,9 +123,11 @@ def _train(
             average = WeightAverage(engine, t.ema, t.ema_warmup)
         start.beat("the engine")
         scalars: dict[str, Any] = {}
+        samples = len(dataset) if reads and not isinstance(dataset, Stream) else None
         if resume and not engine.replicas.caught_up:
             found = resume_folder(run, engine.replicas.index)
             scalars = fill_engine(average or engine, found, None)
+            refuse_other_data(scalars, samples)
             start.beat("loading a checkpoint")
         engine.connect()
     shares = (
@@ -208,6 +211,7 @@ def _train(
             recorder,
             average,
             recorders,
+            samples=samples,
             passed=left_out,
         )
         loop.spikes.restore(losses)

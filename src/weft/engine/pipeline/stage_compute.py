@@ -277,7 +277,7 @@ class TrainingCompute:
                 return values, None
             if self._whole is not None:
                 return values, (*self._whole(microbatch, output, micro.batch), output)
-            if self.watching or self.versions is not None:
+            if self.trying or self.versions is not None:
                 return values, (*weighed_loss(self.loss, output, micro.batch), None)
             found = self.failure.or_zero(self.loss, output, micro.batch, self.total)
             return values, (*found, None)
