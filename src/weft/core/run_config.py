@@ -93,6 +93,13 @@ class ModelConfig(CallableTable):
             ' of one, as in { r = 8, target_modules = ["q_proj", "v_proj"] } (docs/fine_tuning.md)'
         ),
     )
+    quantize: Literal["int8"] | None = Field(
+        default=None,
+        description=(
+            '"int8": beside an adapter, the frozen linears hold their weights in 8 bits'
+            " (docs/fine_tuning.md)"
+        ),
+    )
     freeze: Strings = Field(
         default=(),
         description=(
@@ -104,6 +111,12 @@ class ModelConfig(CallableTable):
     @model_validator(mode="after")
     def _one(self) -> Self:
         exactly_one(build=self.build, hf=self.hf)
+        if self.quantize is not None and self.adapter is None:
+            raise table_error(
+                "is for the frozen weights beside an adapter, and there is none",
+                "set model.adapter, or leave it out",
+                quantize=self.quantize,
+            )
         if self.auto is not None and self.hf is None:
             raise table_error(
                 "is only for Hugging Face models",

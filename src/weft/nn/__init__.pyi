@@ -110,6 +110,7 @@ from .moe_routing import (
 from .override_needs import may_drop as may_drop, may_route as may_route
 from .plain_linears import is_plain_linear as is_plain_linear
 from .position_ids import PositionNumbers as PositionNumbers, sequence_length as sequence_length
+from .quantized_linears import quantize_frozen as quantize_frozen
 from .random_draws import (
     DRAWS as DRAWS,
     DRAWS_INSIDE as DRAWS_INSIDE,

@@ -41,6 +41,7 @@ from weft.nn import (
     deferred_init,
     freeze,
     hf_weight_files,
+    quantize_frozen,
     split_adapter_tensors,
 )
 from weft.parallel import STATE_AXES, PlanRequest, plan_from_request
@@ -80,6 +81,8 @@ def build_model(
 def _frozen(run: RunConfig, model: nn.Module, with_adapter: bool) -> nn.Module:
     if with_adapter or run.model.adapter is None:
         freeze(model, run.model.freeze)
+    if with_adapter and run.model.quantize is not None:
+        quantize_frozen(model, run.model.quantize)
     return model
 
 
@@ -91,7 +94,7 @@ def _built(
     tensors: Mapping[str, Tensor] | None = None,
     with_adapter: bool = True,
 ) -> nn.Module:
-    """The model as `build_model` makes it, before parameters are frozen."""
+    """The model as `build_model` makes it, before parameters are frozen and quantized."""
     device = torch.device(device)
     undrawn = _Undrawn() if device.type == "meta" else nullcontext()
     adapter = _adapter(run) if with_adapter else None

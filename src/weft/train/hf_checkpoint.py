@@ -104,6 +104,10 @@ def export_weights(
     adapted = build.build_skeleton(run) if run.model.adapter is not None else None
     if merge and adapted is None:
         raise ConfigError("--merge", run.model.adapter, "the run has no adapter", "leave it out")
+    if merge and run.model.quantize is not None:
+        problem = f"the adapter was trained beside weights in {run.model.quantize}"
+        fix = "leave it out, and load the adapter beside such weights (docs/fine_tuning.md)"
+        raise ConfigError("--merge", True, problem, fix)
     if averaged and not any(name.startswith(averaged_name("")) for name in contents.tensors):
         problem = f"the checkpoint of step {contents.step} has no averages"
         raise ConfigError("--ema", True, problem, "leave it out, or train with train.ema")

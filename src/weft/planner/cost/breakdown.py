@@ -39,6 +39,7 @@ class MemoryPart(StrEnum):
     GRADIENTS = "gradients"
     DUMMY_GRADIENTS = "stand-ins"  # Megatron's, for gradients that a fused matmul has summed
     OPTIMIZER = "optimizer"
+    AVERAGES = "averages"  # of the weights
     SYNCHRONISER = "agreement"  # kept by a synchroniser or codec
     ACTIVATIONS = "activations"
     WORKING = "beside"  # logits, or temporaries of one backward

@@ -379,6 +379,12 @@ def _rank(
             {"params": stated, "state_bytes": practice.state_bytes},
         ),
         CostPart(
+            MemoryPart.AVERAGES,
+            trained * practice.average_bytes,
+            "params x average_bytes",
+            {"params": trained, "average_bytes": practice.average_bytes},
+        ),
+        CostPart(
             MemoryPart.SYNCHRONISER,
             of * agreed,
             "params x kept_bytes, what replicas keep to agree",

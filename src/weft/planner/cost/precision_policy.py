@@ -16,8 +16,9 @@ class PrecisionPolicy:
     computed in, where there is one, which weights that fsdp gathers in use have none of; with
     `shards_weights` all that state is sharded over rests in shards, and copies alone are whole (as
     FSDP2 has it). `grad_bytes` of its gradient; `state_bytes` of the optimizer (with master
-    weights). On the wire: `reduce_bytes` of its gradient, `gather_bytes` where sharded weights are
-    gathered. `update_bytes` that an optimizer step reads and writes; `added_bytes`: where a
+    weights); `average_bytes` of a moving average of a weight, which is sharded as the weight is. On
+    the wire: `reduce_bytes` of its gradient, `gather_bytes` where sharded weights are gathered.
+    `update_bytes` that an optimizer step reads and writes; `added_bytes`: where a
     microbatch's gradient is added to those before. `logit_bytes` at the peak, of one logit; whether
     these `logits_stay` through the backward, as Megatron-Core's fused cross-entropy leaves them.
     More logits than `few_logits` are made by the loss in chunks, of `chunk_bytes` a logit, while
@@ -46,6 +47,7 @@ class PrecisionPolicy:
     shards_weights: bool = False
     grad_bytes: float = 4.0
     state_bytes: float = 8.0
+    average_bytes: float = 0.0
     reduce_bytes: float = 4.0
     gather_bytes: float = 2.0
     update_bytes: float = 30.0

@@ -29,6 +29,13 @@ def run_precision(run: RunConfig) -> PrecisionPolicy:
     policy = precision_policy(precision.compute, build_optimizer(run), logits, precision.reduce)
     ahead = run.train.fsdp_prefetch or policy.ahead
     found = replace(policy, ahead=ahead, host_activations=run.train.offload_activations)
+    if run.train.ema is not None:
+        found = replace(
+            found,
+            average_bytes=policy.weight_bytes,
+            # an average and its weight are read, and the average is written
+            update_bytes=policy.update_bytes + 3 * policy.weight_bytes,
+        )
     return found if precision.float8 == OFF else replace(found, compute="fp8", wide_experts=True)
 
 
