@@ -136,7 +136,7 @@ def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 def laid(subject: Subject, model: nn.Module, layout: str) -> weft.Plan:
     arguments = dict(subject.plan)
     if layout == "dp1":
-        for name in ("recompute", "fsdp_prefetch", "offload_activations", "parts"):
+        for name in ("recompute", "fsdp_prefetch", "offload_activations", "parts", "fsdp_units"):
             arguments.pop(name, None)
     sample = {key: value[:2] for key, value in to_float64(global_batch(subject, 0)).items()}
     return weft.plan(

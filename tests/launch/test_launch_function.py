@@ -151,8 +151,68 @@ def test_a_rank_launches_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         weft.launch(launch_again, layout="dp1")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="torchrun or srun"):
-        weft.launch(where, 1.0, layout="dp2")
+    with pytest.raises(
+        ConfigError, match=r"layout = 'dp3': has 3 ranks, and torchrun or srun .* 2"
+    ):
+        weft.launch(where, 1.0, layout="dp3")
+    with pytest.raises(ConfigError, match="each process that torchrun or srun started returns"):
+        weft.launch(where, 1.0, layout="dp2", every_rank=True)
+
+
+SCRIPT = """
+import sys
+import torch
+import weft
+
+if "used" in sys.argv:  # as if CUDA had been, so that ranks are new interpreters
+    torch.cuda.is_initialized = lambda: True
+
+def rank(scale):
+    found = torch.ones(()) * scale
+    torch.distributed.all_reduce(found)
+    return torch.distributed.get_rank(), float(found)
+
+MAIN
+"""
+CALL = 'print(weft.launch(rank, 3.0, layout="dp2", device="cpu"), flush=True)'
+GUARDED = f'if __name__ == "__main__":\n    {CALL}'
+
+
+def run_script(folder: Path, main: str, *command: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(SCRIPT.replace("MAIN", main))
+    return subprocess.run(
+        [sys.executable, *[part.replace("SCRIPT", str(script)) for part in command]],
+        env={**os.environ, "PYTHONPATH": str(Path(weft.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_under_torchrun_it_runs_in_the_processes_that_there_are(tmp_path: Path) -> None:
+    torchrun = "-m", "torch.distributed.run", "--nproc-per-node", "2", "SCRIPT"
+    ran = run_script(tmp_path, CALL, *torchrun)
+    assert ran.returncode == 0, ran.stderr
+    assert sorted(ran.stdout.split("\n"))[1:] == ["(0, 6.0)", "(1, 6.0)"], ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("main", "option", "says"),
+    [
+        (CALL, (), "(0, 6.0)"),  # forked, which imports nothing
+        (GUARDED, ("used",), "(0, 6.0)"),
+        (CALL, ("used",), "launches whenever the file is imported"),
+        (f"for _ in range(1):\n    {CALL}", ("used",), "launches whenever the file is imported"),
+    ],
+)
+def test_a_script_without_a_guard(
+    tmp_path: Path, main: str, option: tuple[str, ...], says: str
+) -> None:
+    ran = run_script(tmp_path, main, "SCRIPT", *option)
+    assert says in ran.stdout + ran.stderr
+    assert (ran.returncode == 0) == (says in ran.stdout)
+    assert ran.stderr.count("Traceback") == (ran.returncode != 0)  # no rank began
 
 
 def test_gpus_that_are_not_there_are_refused() -> None:

@@ -244,6 +244,39 @@ def test_bytes_are_the_plans(layout: str) -> None:
         held_to(got.traffic, sends("decoder", plan), share)
 
 
+@pytest.mark.parametrize("layout", ["fsdp2", "dp2.fsdp2", "fsdp2.tp2", "fsdp2+zero2"])
+@pytest.mark.parametrize("units", ["model", 2, ("blocks.*.mlp",), ("*.w?", "*.up")])
+def test_bytes_of_other_units(units: Any, layout: str) -> None:
+    work = profile_model(own(), tokens(1), next_token, fsdp_units=units)
+    cluster = Cluster.parse("a100x64")
+    for accumulate in (1, 2):
+        plan = laid("decoder", layout, accumulate=accumulate, fsdp_units=units)
+        choices = LayoutBatch.of([Layout.parse(layout)], batch=BATCH, accumulate=accumulate)
+        got = estimate(work, choices, cluster, cluster.hardware.era("eager"), WEFT)
+        held_to(got.traffic, sends("decoder", plan), 0.01)
+
+
+def test_gathered_weights_are_those_of_units() -> None:
+    """The part of a rank's memory: of the unit that runs, the next one, and one's gradient."""
+    block = sum(p.numel() for p in own().blocks[0].parameters())
+    mlp = sum(p.numel() for p in own().blocks[0].mlp.parameters())
+    wanted = {
+        "blocks": 2 * block + block,
+        2: min(4, LAYERS) * block + 2 * block,
+        "model": LAYERS * block + LAYERS * block,
+        ("blocks.*.mlp",): 3 * mlp + 2 * LAYERS * (block - mlp),
+    }
+    cluster, choices = (
+        Cluster.parse("a100x64"),
+        LayoutBatch.of([Layout.parse("fsdp2")], batch=BATCH),
+    )
+    for units, elements in wanted.items():
+        work = profile_model(own(), tokens(1), next_token, fsdp_units=units)
+        found = estimate(work, choices, cluster, cluster.hardware.era("eager"), WEFT)
+        part = next(p for p in found.memory if p.name == "gathered weights")
+        assert float(part.value[0]) == pytest.approx(4 * elements), units
+
+
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -27,12 +27,12 @@ def reduced_like(module: FSDPModule) -> Tensor | None:
     return like.new_zeros(rows * group.mesh_info.shard_mesh_size)
 
 
-def reduce_unused(module: FSDPModule, prefix: str, reached: Callable[[str], object]) -> None:
+def reduce_unused(module: FSDPModule, model: nn.Module, reached: Callable[[str], object]) -> None:
     """Reduce zeros for parameters of a unit that no gradient reached, as
     `set_reduce_scatter_unused_params` does, and tell which ones a gradient did reach, by their
-    names after `prefix` (the unit's). FSDP2 lets one set that, and not ask."""
+    names in `model`. FSDP2 lets one set that, and not ask."""
     module.set_reduce_scatter_unused_params(True, recurse=False)
-    names = {id(p): prefix + name for name, p in module.named_parameters()}  # type: ignore[attr-defined]
+    names = {id(p): name for name, p in model.named_parameters()}
     for group in fully_shard.state(module)._fsdp_param_groups:  # type: ignore[attr-defined]
         group.post_backward = _telling(group, names, reached)
 

@@ -173,6 +173,13 @@ from .toml import (
     toml_refusal as toml_refusal,
 )
 from .train_config import TrainConfig as TrainConfig
+from .unit_choice import (
+    BLOCKS as BLOCKS,
+    UNIT_CHOICES as UNIT_CHOICES,
+    WHOLE_MODEL as WHOLE_MODEL,
+    UnitChoice as UnitChoice,
+    parse_units as parse_units,
+)
 from .value_exchange import broadcast_value as broadcast_value
 from .version import __version__ as __version__
 from .whole_updates import (

@@ -2,7 +2,7 @@
 
     [model]        build = "package.module:callable" | hf = "a configuration or model directory"
     [data]         build = "package.module:callable" | text = ["corpus/*.txt"] | stream | hf | chat
-    [layout]       axes = "dp2.tp2"
+    [layout]       axes = "dp2.tp2", fsdp_units = "blocks"
     [layout.parts] "vision" = "fsdp"
     [train]        batch, steps, loss, schedule, logging ...
     [lr_schedule]  build = "package.module:callable", and its own arguments
@@ -41,6 +41,7 @@ from .layout import Layout
 from .schedule import DEFAULT_SCHEDULE
 from .toml import CallableTable, Strings, TomlTable, exactly_one, table_error, toml_refusal
 from .train_config import TrainConfig
+from .unit_choice import BLOCKS, UNIT_CHOICES, parse_units
 
 DEFAULT_LOSS = "weft.losses:next_token"
 DEFAULT_OPTIMIZER = "adamw"
@@ -147,6 +148,21 @@ class LayoutConfig(TomlTable):
             " (docs/layouts.md); the first that matches holds"
         ),
     )
+    fsdp_units: str | int | tuple[str, ...] = Field(
+        default=BLOCKS,
+        description=(
+            'what fsdp gathers and frees together: "blocks": each by itself; "model": all at once;'
+            ' k: k blocks in a row; or globs of modules, as in ["blocks.*.up", "head"]'
+            " (docs/layouts.md)"
+        ),
+    )
+
+    @field_validator("fsdp_units", mode="before")
+    @classmethod
+    def _parse_units(cls, value: object) -> object:
+        if (units := parse_units(value)) is None:
+            raise table_error("is no choice of units", UNIT_CHOICES)
+        return units
 
     @field_validator("axes", mode="before")
     @classmethod

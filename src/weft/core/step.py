@@ -131,7 +131,7 @@ class FSDPUnit:
     gathered at every use, in forward and again in backward (Rajbhandari et al. 2020); its last
     unit, which backward needs first, once a microbatch. `axis` may be several, joined by dots.
     `copies`: of the ranks that reduce, how many compute the same gradient; the sum is divided by
-    it.
+    it. `beside`: further modules of the unit, which run after the first.
     """
 
     axis: str
@@ -139,6 +139,7 @@ class FSDPUnit:
     reduced: Literal["step", "microbatch"]
     offload: bool = False
     copies: int = 1
+    beside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ class ChosenGradients:
     """Of the units that hold a weight whose module runs only where data say so.
 
     Args:
+        model: the sharded model.
         plan: this rank's part of a plan.
         params: its parameters, by name.
         units: what FSDP2 gathers and reduces.
@@ -27,7 +28,12 @@ class ChosenGradients:
     """
 
     def __init__(
-        self, plan: Plan, params: Mapping[str, nn.Parameter], units: FSDPUnits, mesh: Mesh
+        self,
+        model: nn.Module,
+        plan: Plan,
+        params: Mapping[str, nn.Parameter],
+        units: FSDPUnits,
+        mesh: Mesh,
     ):
         self._names, self._params, self._mesh = chosen_weights(plan), params, mesh
         self._reached: set[str] = set()
@@ -35,8 +41,7 @@ class ChosenGradients:
         for unit in units if mine else ():
             step = next(s for s in plan.steps if s.gather is not None and s.module == unit.name)
             if any(param.name in mine for param in step.params):
-                prefix = f"{unit.name}." if unit.name else ""
-                reduce_unused(unit.module, prefix, self._reached.add)
+                reduce_unused(unit.module, model, self._reached.add)
 
     def clear(self) -> None:
         """A step begins."""

@@ -233,7 +233,7 @@ class Engine:
         order = self.randomness, self.reducer, units, versions, offload
         self._training = TrainingCompute(self.stages, mesh, loss, *order)
         self._trail = ModuleTrail(model, bool(self.units.units), self.compiled.blocks, plan.chosen)
-        self._chosen = ChosenGradients(self.rank_plan, self.low.filled, units, mesh)
+        self._chosen = ChosenGradients(model, self.rank_plan, self.low.filled, units, mesh)
         self._update = GradUpdate(
             plan,
             self.mesh,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -17,8 +20,8 @@ from weft._torch.forks import autograd_survives_fork, cuda_survives_fork
 from weft._torch.trees import tree_map
 from weft.core import ConfigError, Layout
 
-from .environment import launched_rank
-from .local_workers import StartMethod, run_workers
+from .environment import launched_rank, local_world_size
+from .local_workers import StartMethod, join_world, run_workers
 from .log import log_line
 from .rank_process import Backend
 
@@ -43,6 +46,9 @@ def launch(
     interpreters; then the function must come from a module or a script's file, and not from a
     notebook.
 
+    In a process that torchrun or srun started, no further ones are: this process is one of the
+    ranks, and returns what its own call returned.
+
     Args:
         function: what each rank calls.
         args: its arguments.
@@ -50,7 +56,7 @@ def launch(
         device: "cuda": a GPU for each rank, by NCCL; "cpu": by gloo. Default: "cuda" if there are
             enough GPUs.
         threads: torch threads of each process. Default: cores over processes.
-        every_rank: return a list, the results of all ranks in order.
+        every_rank: return a list, the results of all ranks in order; not under torchrun or srun.
 
     Returns:
         What the function returned, with tensors in tuples, lists and dicts on the CPU.
@@ -65,11 +71,21 @@ def launch(
         >>> launch(dist.get_rank, layout="fsdp2", every_rank=True)
         [0, 1]
     """
-    _check_first_launch()
-    world = (Layout.parse(layout) if isinstance(layout, str) else layout).world
-    backend = _backend(world, device)
+    if dist.is_initialized():
+        problem = "torch.distributed is used in this process: it is a rank already"
+        fix = "call the function itself here, or weft.launch from a process that is no rank"
+        raise ConfigError("weft.launch", "function", problem, fix)
+    laid = Layout.parse(layout) if isinstance(layout, str) else layout
+    world, found = laid.world, launched_rank()
     call = _RankCall(function, every_rank)
+    if found is not None and found[1] > 1:
+        _check_launched(laid, found[1], every_rank)
+        with join_world(_backend(local_world_size(), device), threads):
+            return _RankCall(function, every_rank=True)(*args)
+    backend = _backend(world, device)
     start = _start_method(function, backend)
+    if start == "spawn":
+        _check_guarded()
     results = run_workers(call, world, *args, threads=threads, backend=backend, start=start)
     return results if every_rank else results[0]
 
@@ -89,14 +105,16 @@ class _RankCall:
         return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, result)
 
 
-def _check_first_launch() -> None:
-    """Refuse to start ranks from a rank. Raises ConfigError."""
-    found = launched_rank()
-    if dist.is_initialized() or (found is not None and found[1] > 1):
-        what = "torchrun or srun has started this process" if found else "torch.distributed is used"
-        problem = f"{what}: it is a rank already"
-        fix = "call the function itself here, or weft.launch from a process that is no rank"
-        raise ConfigError("weft.launch", "function", problem, fix)
+def _check_launched(layout: Layout, ranks: int, every_rank: bool) -> None:
+    """Refuse a layout for which torchrun or srun has started too few or too many processes. Raises
+    ConfigError."""
+    if layout.world != ranks:
+        problem = f"has {layout.world} ranks, and torchrun or srun has started {ranks} processes"
+        raise ConfigError("layout", str(layout), problem, f"start {layout.world} of them")
+    if every_rank:
+        problem = "each process that torchrun or srun started returns what it computed itself"
+        fix = "leave it out, or gather results in the function"
+        raise ConfigError("every_rank", every_rank, problem, fix)
 
 
 def _backend(world: int, device: str | None) -> Backend:
@@ -132,6 +150,28 @@ def _start_method(function: Callable[..., Any], backend: Backend) -> StartMethod
         " in another function or on standard input",
         f"{again}put the function in a module",
     )
+
+
+def _check_guarded() -> None:
+    """Refuse a launch that new interpreters would come to again, because they import the script.
+    Raises ConfigError."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        name = frame.f_globals.get("__name__")
+        if name in ("__main__", "__mp_main__") and frame.f_code.co_name == "<module>":
+            break
+        frame = frame.f_back
+    file = None if frame is None else frame.f_globals.get("__file__")
+    if frame is None or file is None or not Path(file).is_file():
+        return  # of a notebook, which new interpreters do not import
+    for part in ast.parse(Path(file).read_bytes()).body:
+        if part.lineno <= frame.f_lineno <= (part.end_lineno or part.lineno):
+            tested = ast.walk(part.test) if isinstance(part, ast.If) else ()
+            if not any(isinstance(each, ast.Name) and each.id == "__name__" for each in tested):
+                problem = f"line {frame.f_lineno} launches whenever the file is imported, which"
+                problem += " ranks do that are new interpreters"
+                fix = 'write it below if __name__ == "__main__":'
+                raise ConfigError("weft.launch", file, problem, fix)
 
 
 def _is_importable(function: Callable[..., Any]) -> bool:

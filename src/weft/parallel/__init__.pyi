@@ -30,6 +30,7 @@ from .direct_forward import (
     set_own_forward as set_own_forward,
 )
 from .expert_dispatch import ExpertCommStats as ExpertCommStats
+from .gathered_units import choose_units as choose_units
 from .host_copies import CudaCopies as CudaCopies
 from .linear_products import (
     LinearProducts as LinearProducts,

@@ -87,6 +87,8 @@ def parallelize(
     _make_gradients_dense(model)
     _cut_parameters(plan, model, cuts, mesh)
     for step in plan.steps:
+        if step.gather is not None:  # what it cuts is in a step of another axis
+            continue
         module = modules[step.module]
         for key, value in step.attributes:
             set_attribute(module, key, value)
@@ -396,8 +398,9 @@ def _gather(plan: Plan, modules: dict[str, nn.Module], mesh: Mesh) -> None:
             if gather.offload
             else OffloadPolicy()
         )
-        unit = fully_shard(
-            modules[step.module],
+        together = [modules[name] for name in (step.module, *gather.beside)]
+        fully_shard(
+            together if gather.beside else together[0],
             mesh=mesh.sharding(gather.axis, across=not plan.uses_custom_dp_sync),
             reshard_after_forward=gather.gathered == "use",
             offload_policy=offload,
@@ -405,5 +408,6 @@ def _gather(plan: Plan, modules: dict[str, nn.Module], mesh: Mesh) -> None:
             ignored_params=absent or None,
         )
         # gradients are summed, then divided once by the global weight
+        unit: Any = together[0]
         unit.set_gradient_divide_factor(float(gather.copies))
         unit.set_force_sum_reduction_for_comms(True)

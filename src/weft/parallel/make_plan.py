@@ -11,6 +11,7 @@ from torch.jit import ScriptModule
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from weft.core import (
+    BLOCKS,
     DTYPES,
     EXPERTS,
     OFF,
@@ -28,10 +29,8 @@ from weft.core import (
     nearest,
 )
 from weft.nn import (
-    Roles,
     accepts_sharded_logits,
     callable_blocks,
-    chain_module,
     check_inputs,
     check_loss,
     chosen_modules,
@@ -43,11 +42,17 @@ from weft.sync import check_gate_biases, check_sync, make_sync
 from .axes import DATA_AXES, FEATURE_AXES, SEQUENCE_AXES, TOKEN_AXES, VOCABULARY_AXES
 from .cut_trial import runnable_roles
 from .float8_choice import check_recipe, choose_float8
+from .gathered_units import check_unit_stages, gathered_units, heads_for_chunks, unit_notes
 from .logits_uses import combines_logits
 from .memory_checks import check_offload, check_prefetch
 from .multihead_calls import called_attentions
 from .parts import check_parts, find_parts, part_notes, parts_on, roles_with_parts
-from .pipeline_checks import bubble_note, check_called_modules, check_stages
+from .pipeline_checks import (
+    bubble_note,
+    check_called_modules,
+    check_stages,
+    modules_of_one_stage,
+)
 from .plan_request import PlanRequest
 from .recomputed_modules import recomputed_modules
 from .sample_dims import dropped_shapes
@@ -55,7 +60,7 @@ from .sample_pairs import outputs_of_pairs
 from .sequence_checks import check_shared_sequence
 from .strategies import StepsRequest, allowed_options, axis_table, registry
 from .traced_chains.find_chains import traced_roles
-from .weight_reads import check_unit_reads, without_weights_read_elsewhere
+from .weight_reads import check_named_units, check_unit_reads, without_weights_read_elsewhere
 from .whole_batch import plan_whole_batch
 
 LOGITS = ("auto", "whole", "chunks")
@@ -80,6 +85,7 @@ class PlanKeywords(PipelineKeywords, total=False):
     offload_activations: bool
     float8: str
     parts: Mapping[str, str]
+    fsdp_units: str | int | Sequence[str]
 
 
 def plan(
@@ -133,6 +139,8 @@ def plan(
             forward and backward. Needs CUDA.
         parts: globs of module names -> the axes that divide the weights of these modules:
             "fsdp", "tp", "fsdp.tp", "fsdp+tp" or "whole" (docs/layouts.md).
+        fsdp_units: what `fsdp` gathers and frees together: "blocks", each by itself (default);
+            "model", all at once; k: k blocks in a row; or globs of names of modules.
 
     Raises:
         Refusal: what the layout cannot do with this model.
@@ -145,6 +153,7 @@ def plan(
     logits, reduce = further.pop("logits", "auto"), further.pop("reduce", "fp32")
     prefetch, away = further.pop("fsdp_prefetch", None), further.pop("offload_activations", False)
     float8, parts = further.pop("float8", OFF), further.pop("parts", {})
+    units = further.pop("fsdp_units", BLOCKS)
     return plan_from_request(
         PlanRequest(
             model,
@@ -166,6 +175,7 @@ def plan(
             away,
             float8,
             parts,
+            units if isinstance(units, str | int) else tuple(units),
         )
     )
 
@@ -198,7 +208,8 @@ def plan_from_request(request: PlanRequest) -> Plan:
     typed = loss is not None and accepts_sharded_logits(loss)
     if typed and layout.active_axes(*FEATURE_AXES, *VOCABULARY_AXES):
         typed = not combines_logits(request, found.heads)
-    asked = StepsRequest(model, weights, found, layout, typed, parts)
+    units = gathered_units(model, layout, found.blocks, weights, request.fsdp_units)
+    asked = StepsRequest(model, weights, found, layout, typed, parts, units)
     spread = axis_table().dividing(Divides.EXPERTS) if layout.active_axes(EXPERTS) else ()
     for axis in dict.fromkeys((*layout.active_axes(), *spread)):
         for strategy in registry()[axis]:
@@ -206,6 +217,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
     _check_shared(model, weights, steps, layout)
     check_parts(parts, steps)
     check_unit_reads(request, parts, steps)
+    check_named_units(request, steps)
     if layout.active_axes(*SEQUENCE_AXES):
         check_shared_sequence(request, layout, found, steps)
     blocks = callable_blocks(model, (b for blocks in found.blocks for b in blocks))
@@ -214,7 +226,6 @@ def plan_from_request(request: PlanRequest) -> Plan:
         blocks = tuple(name for name, _ in model.named_modules() if name in {*blocks, *again})
         request = replace(request, recompute=again)
     _check_recompute(request.recompute, blocks)
-    check_prefetch(request.fsdp_prefetch, layout, steps)
     check_offload(request.offload_activations, blocks)
     norms = tuple(
         n
@@ -225,7 +236,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
     staging, staged = None, None
     counted = tuple(each.shared for each in found.experts if each.shared)
     if layout.stage_ranks > 1:
-        units = _units(request, found, steps, blocks)
+        whole = modules_of_one_stage(request, found, steps, blocks)
         staging, staged = make_stages(
             model,
             layout,
@@ -235,10 +246,11 @@ def plan_from_request(request: PlanRequest) -> Plan:
             request.inputs,
             request.sample,
             counted,
-            units,
+            whole,
             request.loss,
         )
-        check_stages(layout, staging, staged, units, request.precision)
+        check_stages(layout, staging, staged, whole, request.precision)
+        check_unit_stages(staging, request.fsdp_units, steps)
         check_called_modules(layout, staging, steps)
         steps = [_once_a_step(s) for s in steps]
     if sync is not None and sync.independent and layout.replica_count > 1:
@@ -251,8 +263,10 @@ def plan_from_request(request: PlanRequest) -> Plan:
     if layout.active_axes(*FEATURE_AXES):
         notes += [f"{found.source}; {len(found.chains)} chains of linears are cut", *found.notes]
     notes += part_notes(parts, weights, layout)
+    notes += unit_notes(request.fsdp_units, steps, weights)
     if staged is not None:
         notes.append(bubble_note(staged))
+    heads = heads_for_chunks(found.heads, steps, staged is not None, request.logits)
     made = Plan(
         layout,
         tuple(steps),
@@ -273,11 +287,12 @@ def plan_from_request(request: PlanRequest) -> Plan:
         counted=counted,
         chosen=chosen_modules(model),
         logits=request.logits,
-        heads=found.heads if typed and _in_chunks(request.logits, staged) else (),
+        heads=heads if typed and _in_chunks(request.logits, staged) else (),
         offload_activations=request.offload_activations,
         fsdp_prefetch=request.fsdp_prefetch,
         dropped=dropped_shapes(request),
     )
+    check_prefetch(made)
     made = plan_whole_batch(made, loss)
     if made.whole_batch:
         made = replace(made, pairs=outputs_of_pairs(request))
@@ -292,25 +307,6 @@ def _in_chunks(logits: str, staged: Schedule | None) -> bool:
         return False
     split = staged is not None and any(a.kind == "W" for order in staged.order for a in order)
     return logits == "chunks" or not split
-
-
-def _units(
-    request: PlanRequest, roles: Roles, steps: Sequence[Step], blocks: tuple[str, ...]
-) -> dict[str, str]:
-    """Module that must lie in one stage -> the feature that needs it."""
-    layout, recompute = request.layout, request.recompute
-    again = recompute if isinstance(recompute, tuple) else ()
-    if recompute == "full":
-        again = blocks
-    if isinstance(recompute, int):
-        again = blocks[::recompute]
-    units = {s.module: "sharding" for s in steps if s.gather is not None and s.module}
-    units |= dict.fromkeys(again, "recompute")
-    if layout.active_axes(*FEATURE_AXES):
-        units |= {chain_module(chain): "tensor parallelism" for chain in roles.chains}
-    if layout.has_option("sequence"):
-        units |= dict.fromkeys(blocks, "sequence parallelism")
-    return units
 
 
 def _once_a_step(step: Step) -> Step:

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.core import ConfigError, Layout, Step, UnsupportedModel
+from weft.core import ConfigError, Plan, UnsupportedModel, is_inside
 
 from .axes import STATE_AXES
 
 
-def check_prefetch(depth: int | None, layout: Layout, steps: Sequence[Step]) -> None:
+def check_prefetch(plan: Plan) -> None:
     """Refuse to gather weights ahead where no unit comes after another.
 
-    Args:
-        depth: how many units ahead; None: as FSDP2 does.
-        layout: of the run.
-        steps: of all axes.
-
     Raises:
-        ConfigError: A depth below 1, a layout without `fsdp`, or a model that is a single unit.
+        ConfigError: A depth below 1, a layout without `fsdp`, a model that is a single unit, or
+            units that backward runs again.
     """
+    depth, layout = plan.fsdp_prefetch, plan.layout
     if depth is None:
         return
     if depth < 1:
         problem = "not a number of units to gather ahead"
         raise ConfigError("train.fsdp_prefetch", depth, problem, "use 1 or more")
-    units = sum(step.gather is not None for step in steps)
+    units = [step.module for step in plan.steps if step.gather is not None]
     if not units:
         raise ConfigError(
             "train.fsdp_prefetch",
@@ -33,13 +30,19 @@ def check_prefetch(depth: int | None, layout: Layout, steps: Sequence[Step]) -> 
             f"has no effect with layout {layout}, which gathers no weights",
             f"leave it out, or use a layout with {STATE_AXES[0]}",
         )
-    if units == 1:
+    if len(units) == 1:
         raise ConfigError(
             "train.fsdp_prefetch",
             depth,
-            "has no effect: the model has no repeated blocks, and is gathered as one unit",
-            "leave it out, or hold its blocks in a ModuleList",
+            "has no effect: the model is gathered as one unit",
+            "leave it out, hold its blocks in a ModuleList, or name modules by layout.fsdp_units",
         )
+    for around in plan.recomputed():
+        if any(unit != around and is_inside(unit, around) for unit in units):
+            problem = f"backward runs the units in {around} again, in the order of its forward,"
+            problem += " and what is gathered ahead then would be gathered in vain"
+            fix = "leave it out, make whole blocks the units, or leave recompute out"
+            raise ConfigError("train.fsdp_prefetch", depth, problem, fix)
 
 
 def check_offload(offload: bool, blocks: Sequence[str]) -> None:

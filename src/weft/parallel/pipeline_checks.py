@@ -16,11 +16,38 @@ from weft.core import (
     UnsupportedModel,
     stage_runs_module,
 )
+from weft.nn import Roles, chain_module
 from weft.pipeline import simulate
 
-from .axes import (
-    STATE_AXES,
-)
+from .axes import FEATURE_AXES, STATE_AXES
+from .plan_request import PlanRequest
+
+
+def modules_of_one_stage(
+    request: PlanRequest, roles: Roles, steps: Sequence[Step], blocks: tuple[str, ...]
+) -> dict[str, str]:
+    """Module that must lie in one stage -> the feature that needs it.
+
+    Args:
+        request: what is planned.
+        roles: what was found in its model.
+        steps: of all axes.
+        blocks: the repeated modules.
+    """
+    layout, recompute = request.layout, request.recompute
+    again = recompute if isinstance(recompute, tuple) else ()
+    if recompute == "full":
+        again = blocks
+    if isinstance(recompute, int):
+        again = blocks[::recompute]
+    gathered = [(s.module, *s.gather.beside) for s in steps if s.gather is not None and s.module]
+    units = {name: "sharding" for unit in gathered for name in unit}
+    units |= dict.fromkeys(again, "recompute")
+    if layout.active_axes(*FEATURE_AXES):
+        units |= {chain_module(chain): "tensor parallelism" for chain in roles.chains}
+    if layout.has_option("sequence"):
+        units |= dict.fromkeys(blocks, "sequence parallelism")
+    return units
 
 
 def check_stages(

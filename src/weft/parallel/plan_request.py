@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.core import Layout, PipelineRequest, Sync
+from weft.core import BLOCKS, Layout, PipelineRequest, Sync
 from weft.nn import model_arguments, named_inputs
 
 
@@ -39,6 +39,7 @@ class PlanRequest:
     offload_activations: bool = False
     float8: str = "off"
     parts: Mapping[str, str] = field(default_factory=dict)
+    fsdp_units: str | int | tuple[str, ...] = BLOCKS
 
     def with_twice_the_samples(self) -> PlanRequest:
         """The request with its sample two times over: what grows counts samples."""

@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from weft._torch.tensors import fake_mode
-from weft.core import Part, Step, UnsupportedModel, field_of_part, is_inside
+from weft.core import ConfigError, Part, Step, UnsupportedModel, field_of_part, is_inside
 from weft.nn import Chain, Roles, chain_module, module_calls
 from weft.pipeline import tensors_read
 
@@ -64,7 +64,8 @@ def check_unit_reads(request: PlanRequest, parts: Iterable[Part], steps: Iterabl
     Raises:
         UnsupportedModel: It would meet a rank's rows.
     """
-    units = [s.module for s in steps if s.gather is not None and s.gather.copies > 1]
+    together = [s for s in steps if s.gather is not None and s.gather.copies > 1]
+    units = [m for s in together if s.gather is not None for m in (s.module, *s.gather.beside)]
     if request.sample is None or not units:
         return
     names = [name for name, _ in request.model.named_modules()]
@@ -81,6 +82,22 @@ def check_unit_reads(request: PlanRequest, parts: Iterable[Part], steps: Iterabl
                 f"{weight} is read by {reader}, which would have a rank's rows of it",
                 f"leave +{part.placed.beside[0]} out",
             )
+
+
+def check_named_units(request: PlanRequest, steps: Iterable[Step]) -> None:
+    """Refuse a unit that `fsdp_units` names, of which a weight is read where the unit does not run.
+
+    Raises:
+        ConfigError: It would meet a rank's rows.
+    """
+    if request.sample is None or not isinstance(request.fsdp_units, tuple):
+        return
+    units = [s for s in steps if s.gather is not None and s.module]
+    read = _read_elsewhere(request, [(p.name, s.module) for s in units for p in s.params])
+    for unit, reader in read.items():
+        problem = f"its weights are read by {reader}, which runs outside of it"
+        fix = f"leave it out, or name {reader if is_inside(unit, reader) else 'what holds both'}"
+        raise ConfigError("layout.fsdp_units", unit, problem, fix)
 
 
 def _read_elsewhere(request: PlanRequest, owned: Iterable[tuple[str, str]]) -> dict[str, str]:

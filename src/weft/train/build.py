@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from weft.core import (
+    BLOCKS,
     ActionCosts,
     ConfigError,
     Layout,
@@ -382,6 +383,7 @@ def build_plan(run: RunConfig, model: nn.Module, sample: dict[str, Tensor]) -> P
             offload_activations=t.offload_activations,
             float8=run.precision.float8,
             parts=run.layout.parts,
+            fsdp_units=run.layout.fsdp_units,
         )
     )
 
@@ -415,8 +417,8 @@ def on_own_layout(run: RunConfig, layout: str | Layout) -> RunConfig:
     refused where a user names the layout. Raises LayoutError."""
     there = with_layout(run, layout)
     left = parts_within(run.layout.parts, there.layout.axes)
-    there = there.model_copy(update={"layout": there.layout.model_copy(update={"parts": left})})
-    if there.layout.axes.active_axes(*STATE_AXES) or run.train.fsdp_prefetch is None:
-        return there
-    train = run.train.model_copy(update={"fsdp_prefetch": None})
-    return there.model_copy(update={"train": train})
+    sharded = bool(there.layout.axes.active_axes(*STATE_AXES))
+    units = run.layout.fsdp_units if sharded else BLOCKS
+    laid = there.layout.model_copy(update={"parts": left, "fsdp_units": units})
+    train = run.train if sharded else run.train.model_copy(update={"fsdp_prefetch": None})
+    return there.model_copy(update={"layout": laid, "train": train})

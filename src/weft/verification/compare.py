@@ -326,13 +326,7 @@ def _module_calls(
     """How often each module is called; and with how much, on this rank, where that differs from
     call to call, or one device's shapes do not tell: a Python loop over experts calls each with the
     tokens that chose it."""
-    gathered = {step.module for step in plan.steps if step.gather is not None}
-    order = [
-        (n, i in whole.reached, i in whole.needing)
-        for i, n in enumerate(whole.forward)
-        if n in gathered
-    ]
-    again = _regathered(order)
+    again = _regathered(_unit_calls(plan, whole))
     repeated = {n: (whole.called_again[n], whole.left_again[n]) for n in whole.calls}
     found = {n: CallSizes(count, (), again[n], repeated[n]) for n, count in whole.calls.items()}
     for name, shapes in whole.shapes.items():
@@ -353,6 +347,24 @@ def _module_calls(
             count = len(shapes) if sizes else 0
             found[name] = replace(found[name], count=count, sizes=sizes)
     return found
+
+
+def _unit_calls(plan: Plan, whole: ActivationRecorder) -> list[tuple[str, bool, bool]]:
+    """The calls of a forward, as `_regathered` takes them. Modules that are gathered together are
+    called one after another, and count as one call: backward comes to the last, what enters is that
+    of the first."""
+    units = [(s.module, s.gather.beside) for s in plan.steps if s.gather is not None]
+    unit_of = {name: unit for unit, beside in units for name in (unit, *beside)}
+    order: list[tuple[str, bool, bool]] = []
+    for place, name in enumerate(whole.forward):
+        unit = unit_of.get(name)
+        if unit is None:
+            continue
+        needs = place in whole.needing
+        if name != unit and order and order[-1][0] == unit:
+            needs = order.pop()[2]
+        order.append((unit, place in whole.reached, needs))
+    return order
 
 
 def _regathered(order: list[tuple[str, bool, bool]]) -> Counter[str]:

@@ -23,6 +23,7 @@ class StepsRequest:
         layout: all axes and their options.
         sharded_logits: whether the loss takes logits that stay sharded over the vocabulary.
         parts: submodules whose weights some of the axes alone divide.
+        units: modules that `fsdp` gathers together.
     """
 
     model: nn.Module
@@ -31,6 +32,7 @@ class StepsRequest:
     layout: Layout
     sharded_logits: bool
     parts: Sequence[Part] = ()
+    units: Sequence[tuple[str, ...]] = ()
 
     @cached_property
     def names(self) -> dict[str, str]:

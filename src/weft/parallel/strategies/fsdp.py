@@ -1,9 +1,10 @@
 """Sharded data parallel over `fsdp`: ZeRO-1, ZeRO-2 and ZeRO-3 (Rajbhandari et al. 2020), through
 FSDP2.
 
-Parameters rest as rows of dim 0 on the ranks; each repeated block is gathered and reduced as one
-unit, what is left as the last. With `dp` beside it: hybrid sharding, gradients reduced inside and
-then summed across. A part of the model may be replicated, or lie on the ranks of `tp` too.
+Parameters rest as rows of dim 0 on the ranks; each repeated block, or what `fsdp_units` names, is
+gathered and reduced as one unit, what is left as the last. With `dp` beside it: hybrid sharding,
+gradients reduced inside and then summed across. A part of the model may be replicated, or lie on
+the ranks of `tp` too.
 """
 
 from __future__ import annotations
@@ -76,20 +77,26 @@ def steps(request: StepsRequest) -> Iterator[Step]:
     # so is what has no dim to shard, or a dtype that FSDP2 does not gather with the others
     if kept:
         yield Step("", "fsdp", params=tuple(kept))
-    listed = (b for blocks in roles.blocks for b in blocks)
-    blocks = [
-        block
-        for block in callable_blocks(request.model, listed)
-        if not called_by_data(request.model, block)  # ranks with other samples may call others
-    ]
     for part in request.parts:
         if part.placed.beside:
-            yield from _together(request, part, blocks, left, gather)
-    for block in blocks:
-        if inside := _take(block, left):
-            yield Step(block, "fsdp", params=_params(inside), gather=gather)
+            yield from _together(request, part, left, gather)
     last = replace(gather, gathered="microbatch") if gather.gathered == "use" else gather
+    staged = layout.stage_ranks > 1
+    for unit in request.units:
+        # the loss may read a head's weight after its forward, and backward needs it first
+        ends = not staged and any(is_inside(head, m) for head in roles.heads for m in unit)
+        yield from _unit(unit, left, last if ends else gather)
     yield Step("", "fsdp", params=_params(list(left.values())), gather=last)
+
+
+def _unit(modules: Sequence[str], left: dict[str, Weight], gather: FSDPUnit) -> Iterator[Step]:
+    """The Step of modules that are gathered together, less those of which no weight is left."""
+    taken = {module: inside for module in modules if (inside := _take(module, left))}
+    if taken:
+        first, *beside = taken
+        weights = [weight for inside in taken.values() for weight in inside]
+        unit = replace(gather, beside=tuple(beside))
+        yield Step(first, "fsdp", params=_params(weights, gather.axis), gather=unit)
 
 
 def _take(module: str, left: dict[str, Weight]) -> list[Weight]:
@@ -110,12 +117,12 @@ def _take(module: str, left: dict[str, Weight]) -> list[Weight]:
 def _together(
     request: StepsRequest,
     part: Part,
-    blocks: Sequence[str],
     left: dict[str, Weight],
     gather: FSDPUnit,
 ) -> Iterator[Step]:
-    """Units of a part whose rows lie on the ranks of several axes together: its blocks, then its
-    modules with the rest. The ranks of the other axes have the same samples, so the same gradient.
+    """Units of a part whose rows lie on the ranks of several axes together: those inside of it,
+    then its modules with the rest. The ranks of the other axes have the same samples, so the same
+    gradient.
 
     Raises:
         UnsupportedModel: Some of its weights are in no module that can be gathered by itself.
@@ -123,10 +130,12 @@ def _together(
     layout, model = request.layout, request.model
     axis = ".".join(layout.active_axes(AXIS, *part.placed.beside))
     unit = replace(gather, axis=axis, copies=layout.size(*part.placed.beside))
-    inner = [b for b in blocks if any(is_inside(b, m) for m in part.modules)]
-    for module in dict.fromkeys((*inner, *callable_blocks(model, part.modules))):
-        if module and not called_by_data(model, module) and (inside := _take(module, left)):
-            yield Step(module, "fsdp", params=_params(inside, axis), gather=unit)
+    for each in request.units:
+        if all(any(is_inside(name, m) for m in part.modules) for name in each):
+            yield from _unit(each, left, unit)
+    for module in callable_blocks(model, part.modules):
+        if module and not called_by_data(model, module):
+            yield from _unit((module,), left, unit)
     if rest := [name for name in left if name in part.weights]:
         raise UnsupportedModel(
             field_of_part(part.pattern),

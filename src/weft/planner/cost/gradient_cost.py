@@ -56,7 +56,8 @@ def gradient_parts(at: CostInputs, slow: BlockSeconds) -> tuple[list[CostPart], 
     gradients, graded_again = _sharded_params(at, trained=True)
     weights, again = _sharded_params(at, trained=False)
     wire = (inner.size - 1) / inner.size
-    units = 1 + practice.messages * at.stages[0].layers * at.work.depth
+    sizes = at.work.units
+    units = 1 + practice.messages * sizes.each * at.stages[0].layers * at.work.depth
     scatter = np.where(sharded, net.gather_s(gradients * item, inner, "reduce_scatter", units), 0.0)
     gathered = np.where(
         sharded, net.gather_s(weights * practice.gather_bytes, inner, count=units), 0.0
@@ -125,11 +126,11 @@ def gradient_parts(at: CostInputs, slow: BlockSeconds) -> tuple[list[CostPart], 
         part(TimePart.FSDP_REDUCE, scatter, back, every)
         part(TimePart.FSDP_GATHER, np.where(zero3, 0.0, gathered), np.where(zero3, 0.0, forth), 1)
         if zero3.any():
-            per_block = 1.0 / max(1, at.work.depth)
+            first = min(1.0, max(sizes.largest / max(1, at.work.depth), sizes.left))
             part(
                 TimePart.FSDP_FORWARD_GATHER,
                 np.where(zero3, gathered, 0.0),
-                forth * (1 - per_block),
+                forth * (1 - first),
                 m,
             )
             part(
@@ -151,14 +152,15 @@ def _stage_params(at: CostInputs, trained: bool) -> tuple[Array, Array]:
 
 def _sharded_params(at: CostInputs, trained: bool) -> tuple[Array, Array]:
     """Parameters of the first stage that fsdp shards, or those that are `trained`; and which share
-    of them the repeated blocks hold."""
+    of them is in units that are freed between forward and backward."""
     c = at.choices
     routed, plain = _stage_params(at, trained)
     few, _ = shard_counts(c)
     own = plain + np.where(few > 1, routed, 0.0)
     ends = replace(at.stages[0], layers=np.zeros(len(c)))
     repeated = own - sum(stage_params(ends, at.work, c, trained))
-    return own, np.where(c.state_ranks > 1, repeated, 0.0) / np.maximum(own, 1.0)
+    freed = repeated * (1 - at.work.units.left)
+    return own, np.where(c.state_ranks > 1, freed, 0.0) / np.maximum(own, 1.0)
 
 
 def _same_experts(at: CostInputs, few: Array, within: bool = False) -> RankGroup:

@@ -8,6 +8,7 @@ what one backward needs beside; and what the start needs more than all of these.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -273,11 +274,15 @@ def _rank(
         choices.feature_ranks * np.maximum(choices.experts, 1)
     )
     head = stage.after * work.head / choices.vocabulary_ranks
-    unit = largest / practice.messages
+    unit = largest * work.units.largest / practice.messages
+    left = np.zeros(len(choices))
+    if work.units.left:
+        ends = replace(stage, layers=np.zeros(len(choices)))
+        left = work.units.left * (full - sum(stage_params(ends, work, choices)))
     gathered = np.where(
         (many > 1) & zero3,
-        np.minimum((1 + practice.ahead) * unit, full) * practice.gather_bytes
-        + unit * practice.reduce_bytes,
+        np.minimum((1 + practice.ahead) * unit + left, full) * practice.gather_bytes
+        + (unit + left) * practice.reduce_bytes,
         0.0,
     )
 
@@ -350,11 +355,12 @@ def _rank(
         CostPart(
             MemoryPart.GATHERED_WEIGHTS,
             gathered,
-            "min((1 + ahead) x unit, all) x gather_bytes + unit x reduce_bytes, of gathered units"
-            " and one's gradient",
+            "min((1 + ahead) x unit + left, all) x gather_bytes + (unit + left) x reduce_bytes, of"
+            " gathered units and one's gradient, left of the blocks in no unit",
             {
                 "ahead": practice.ahead,
                 "unit": unit,
+                "left": left,
                 "all": full,
                 "gather_bytes": practice.gather_bytes,
                 "reduce_bytes": practice.reduce_bytes,

@@ -106,6 +106,17 @@ class BlockWork:
 
 
 @dataclass(frozen=True)
+class UnitSizes:
+    """What fsdp gathers together, against the repeated blocks: units `each` block has (a half where
+    two blocks are one), the `largest` over the largest block, and the share of the blocks' weights
+    that is in no unit, and so is `left` to be gathered with the rest of the model."""
+
+    each: float = 1.0
+    largest: float = 1.0
+    left: float = 0.0
+
+
+@dataclass(frozen=True)
 class ModelWork:
     """A model as a chain of blocks, in the order of its forward. `tokens` of a sample;
     `model_flops` that one sample's forward and backward take by the model's definition, which MFU
@@ -119,6 +130,7 @@ class ModelWork:
     dtype: str
     itemsize: int
     vocab: int = 0
+    units: UnitSizes = UnitSizes()
 
     @property
     def params(self) -> float:

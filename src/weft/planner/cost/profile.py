@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from weft.core import DTYPES
-from weft.nn import Loss, find_roles, named_inputs
-from weft.parallel import find_parts, roles_with_parts, weights_of
+from weft.core import BLOCKS, DTYPES, UnitChoice, is_inside
+from weft.nn import Loss, Roles, find_roles, named_inputs
+from weft.parallel import choose_units, find_parts, roles_with_parts, weights_of
 
-from .model_work import BlockWork, ModelWork, OpWork, PartWork
+from .model_work import BlockWork, ModelWork, OpWork, PartWork, UnitSizes
 from .module_record import BYTES, COUNTS, ModuleRecord
 from .record_forward import chain_records, record_forward
 
@@ -35,14 +36,16 @@ def profile_model(
     roles: Mapping[str, object] | None = None,
     inputs: Sequence[str] | None = None,
     parts: Mapping[str, str] | None = None,
+    fsdp_units: UnitChoice = BLOCKS,
     name: str = "",
 ) -> ModelWork:
     """The work of `model` (on any device, also meta), in training, for one sample of `batch`, which
     holds one or more.
 
-    `loss`, `precision`, `roles`, `inputs` and `parts` as of `weft.plan`. Kernels are those that
-    torch has for a CPU; with `device` "cuda" attention is one kernel too where values have another
-    width than keys, and so is RMSNorm. Experts are called with choices that divide tokens evenly.
+    `loss`, `precision`, `roles`, `inputs`, `parts` and `fsdp_units` as of `weft.plan`. Kernels are
+    those that torch has for a CPU; with `device` "cuda" attention is one kernel too where values
+    have another width than keys, and so is RMSNorm. Experts are called with choices that divide
+    tokens evenly.
     `model_flops` are three forwards of all matmuls and of attention counted in full, as Megatron-LM
     counts them (Narayanan et al. 2021), two where a weight is frozen; of experts those that a token
     uses. Logits and what the loss keeps of them are `vocab`'s, and no block's. Raises
@@ -71,6 +74,31 @@ def profile_model(
         dtype=precision,
         itemsize=DTYPES[precision].itemsize,
         vocab=few.vocab,
+        units=_unit_sizes(model, found, fsdp_units),
+    )
+
+
+def _unit_sizes(model: nn.Module, roles: Roles, asked: UnitChoice) -> UnitSizes:
+    """Of the units that lie in repeated blocks. Raises ConfigError."""
+    if asked == BLOCKS:
+        return UnitSizes()
+    weights = weights_of(model)
+
+    def numel(modules: Iterable[str]) -> int:
+        held = [w for w in weights if any(is_inside(w.name, m) for m in modules)]
+        return sum(prod(w.shape) for w in held)
+
+    blocks = [block for each in roles.blocks for block in each]
+    largest, every = max((numel([b]) for b in blocks), default=0), numel(blocks)
+    units = [
+        numel(unit)
+        for unit in choose_units(model, roles.blocks, weights, asked)
+        if all(any(is_inside(m, block) for block in blocks) for m in unit)
+    ]
+    if not every:
+        return UnitSizes()
+    return UnitSizes(
+        len(units) / len(blocks), max(units, default=0) / largest, 1 - sum(units) / every
     )
 
 

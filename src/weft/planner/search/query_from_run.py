@@ -67,6 +67,7 @@ def work_of_run(run: RunConfig, bare: nn.Module, held: Dataset, device: str) -> 
         roles=run.roles or None,
         inputs=model_inputs(run, bare),
         parts=run.layout.parts,
+        fsdp_units=run.layout.fsdp_units,
         name=run.model.build or str(run.model.hf),
     )
 
