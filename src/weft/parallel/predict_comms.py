@@ -48,8 +48,8 @@ from .predict_norm_comms import batchnorm_comms, mean_comms
 from .wire_sizes import HEADER_BYTES
 
 TRAIL_BYTES = 2 * 8  # which modules the ranks of one stage ran, and its square, in float64
-# of a step, in float64: squared norm, loss, weight, unreached parameters, what ran, what it changed,
-# ranks whose loss has failed
+# of a step, in float64: squared norm, loss, weight, unreached parameters, what ran, what it
+# changed, ranks whose loss has failed
 STEP_STATISTICS = 7
 
 
