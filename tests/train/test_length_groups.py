@@ -138,7 +138,7 @@ def test_the_reference_has_its_own_definition(tmp_path: Path) -> None:
     run = make(tmp_path)
     run_checks.check_run(run)
     case = make_case(run)
-    assert case.order_faults() == []
+    assert case.faults() == []
     for step in (0, 5, 14):
         whole = case.whole_batch_of(step)
         for rank, part in enumerate((slice(0, 4), slice(4, 8))):
@@ -164,7 +164,7 @@ MUTANTS = {
 def test_other_batches_are_seen(name: str, tmp_path: Path) -> None:
     case = make_case(make(tmp_path, train__batch="4"))
     with mutated(Mutant("weft.train.length_groups", "grouped_by_length", *MUTANTS[name])):
-        assert case.order_faults()
+        assert case.faults()
 
 
 @pytest.mark.parametrize(

@@ -77,13 +77,13 @@ class SequenceInput:
 
 
 def dim_of_positions(shape: Sequence[int], here: int) -> int | None:
-    """In which dim a tensor that enters or leaves such a module has positions, of which there are
-    `here`: [samples, positions, ...]; of what else is computed of them, as a mask of keys [samples,
-    1, 1, positions], the one dim of that size. None: in none, or it does not tell."""
+    """In which dim a tensor that enters such a module has this rank's positions, of which there are
+    `here`: [samples, positions, features]; of what else is computed of them, as a mask of keys
+    [samples, 1, 1, positions], the one dim of that size. None: in none, or it does not tell."""
     if len(shape) < 3:  # an entry of the batch, which is known whole
         return None
     dims = [dim for dim, size in enumerate(shape) if dim and size == here]
-    if 1 in dims:
+    if len(shape) == 3 and 1 in dims:
         return 1
     return dims[0] if len(dims) == 1 else None
 

@@ -286,12 +286,17 @@ class ContextParallel:
             return counted
         return self.positions(self.now.length, counted.device).to(counted.dtype)
 
-    def own_diff(self, counted: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def own_diff(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """`torch.diff`, by which transformers finds where documents begin."""
-        made = torch.diff(counted, *args, **kwargs)
-        mine = self.positions(self.now.length, counted.device)
-        given = "position_ids" in self.names  # with a mask
-        return made if given else _without_jumps(made, counted, mine)
+        made = torch.diff(input, *args, **kwargs)
+        mine = self.positions(self.now.length, input.device)
+        if (
+            "position_ids" in self.names  # with a mask
+            or input.is_floating_point()
+            or input.shape[-1:] != mine.shape
+        ):
+            return made
+        return _without_jumps(made, input, mine)
 
     def rule(
         self,
@@ -362,7 +367,7 @@ class WholeSequence:
 def _without_jumps(made: Tensor, counted: Tensor, mine: Tensor) -> Tensor:
     """Differences of positions that the model has counted. Between this rank's two stretches lie
     positions of other ranks."""
-    here = counted.shape[-1:] == mine.shape and torch.equal(counted, mine.expand_as(counted))
+    here = torch.equal(counted, mine.expand_as(counted))
     if not here or not torch.equal(made[..., 1:], counted.diff()):  # other numbers, or another dim
         return made
     return torch.cat((made[..., :1], torch.ones_like(made[..., 1:])), -1)

@@ -62,10 +62,12 @@ class _AroundForward:
         length = outside.length
 
         def own(x: Any) -> Any:
-            dim = dim_of_positions(x.shape, length) if isinstance(x, Tensor) else None
-            if dim is None:
+            # [samples, positions, features], or [samples, positions, heads, features]
+            if not (isinstance(x, Tensor) and x.ndim >= 3 and x.shape[1] == length):
                 return x
-            return x.index_select(dim, self._sequence.positions(length, x.device))
+            if x.ndim > 3 and length in x.shape[2:]:  # heads may come first
+                return x
+            return x.index_select(1, self._sequence.positions(length, x.device))
 
         return tree_map(own, out) if length else out
 

@@ -108,11 +108,9 @@ def batches_of_like_length(
     found, left = list[list[int]](), [*shuffled[: len(shuffled) // batch * batch]]
     while left:
         together, left = left[: pool * batch], left[pool * batch :]
-        while together:
-            # of equal lengths those that come first
-            shortest = sorted(together, key=lambda sample: lengths[sample])[:batch]
-            found.append(shortest)
-            together = [sample for sample in together if sample not in shortest]
+        # of equal lengths those that come first are the shortest
+        together = sorted(together, key=lambda sample: lengths[sample])
+        found += [together[first : first + batch] for first in range(0, len(together), batch)]
     return found
 
 
@@ -123,7 +121,8 @@ def grouping_faults(
     batch: int,
     pool: int,
 ) -> list[str]:
-    """What is wrong with batches of samples of like length, in the first two epochs.
+    """What is wrong with batches of samples of like length, in the first two epochs; of many
+    samples, in the first pools of each.
 
     Args:
         indices: of the samples of a step's global batch.
