@@ -126,8 +126,8 @@ def make_runners(plan: Plan, mesh: Mesh) -> tuple[PipelineRunner, PipelineRunner
     forward = Schedule("forward", schedule.placement, order)
     rank = mesh.coords.get(STAGE_AXIS, 0)
     return (
-        PipelineRunner(schedule, routes, rank, transport),
-        PipelineRunner(forward, routes, rank, transport),
+        PipelineRunner(schedule, routes, rank, transport, mesh.device),
+        PipelineRunner(forward, routes, rank, transport, mesh.device),
     )
 
 

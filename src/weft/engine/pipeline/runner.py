@@ -34,6 +34,7 @@ class ValueRoute:
 
 
 # tensors that backward starts from and their gradients, asked for when it starts
+CPU = torch.device("cpu")
 Roots = Callable[[], list[tuple[Tensor, Tensor]]]
 
 
@@ -89,8 +90,10 @@ class PipelineRunner:
         routes: Sequence[ValueRoute],
         rank: int,
         transport: PipelineTransport | None = None,
+        device: torch.device = CPU,
     ):
         self.schedule, self.rank, self.transport = schedule, rank, transport
+        self._device = device  # whose times a trace has
         self._names = [route.name for route in routes]
         self._unread = [route.unread for route in routes]
         traffic = _MessagePlan(schedule, routes)
@@ -137,9 +140,7 @@ class PipelineRunner:
             for step in steps:
                 run(step)
         else:
-            clock = _SpanTimer(
-                self.transport.device if self.transport is not None else torch.device("cpu")
-            )
+            clock = _SpanTimer(self._device)
             for step in steps:
                 run(step, clock)
             trace += clock.spans()
