@@ -372,6 +372,9 @@ def test_what_a_codec_kept_is_forgotten_under_another_layout(
     local_workers.run_workers(
         train, 2, written(tmp_path, "dp2", {**settings, "train__steps": 3}), False
     )
+    local_workers.run_workers(
+        train, 2, written(tmp_path, "dp2", {**settings, "train__steps": 4}), True
+    )
     assert "begins anew" not in capfd.readouterr().out
     local_workers.run_workers(train, 4, written(tmp_path, "dp4", settings), True)
     assert "it begins anew" in capfd.readouterr().out

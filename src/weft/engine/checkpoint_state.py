@@ -153,10 +153,10 @@ class CheckpointState:
             yield f"sync/{mark:08x}/{self._mesh.place}/{name}/{key}", states[name][key]
 
     def _note_lost_codec_state(self, saved: Collection[str]) -> None:
-        here = f"/{self._mesh.place}/"
-        had = {name for name in saved if name.startswith("sync/") and here in name}
+        kept = [name for name in saved if name.startswith("sync/")]
+        had = {name for name in kept if name.split("/")[2] == str(self._mesh.place)}
         mine = {name for name, _ in self.codec_tensors()}
-        self.codec_state_lost = had != mine and any(name.startswith("sync/") for name in saved)
+        self.codec_state_lost = had != mine and bool(kept)
 
     def _optimizer_tensors(self, loading: bool) -> Iterator[LocalShard]:
         for name, held in self.update.held.items():
