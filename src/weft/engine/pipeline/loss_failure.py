@@ -1,7 +1,7 @@
 """A loss that fails on one rank, in a step that all ranks are in.
 
-What it raises is kept: backward runs with zeros in its place, so that no rank is waited for, and
-all ranks learn of it from the sum that they make before weights change.
+What it raises is kept: backward runs with zeros in its place, so that no rank is waited for. Its
+weight is not a number, and neither is the sum of weights that all ranks make before they update.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from weft.nn import weighed_loss
 
 from ..microbatch import Batch
 
-FAILED = 6  # in the sum of `TrainingCompute.total`: ranks whose loss has failed
 _TORCH = Path(torch.__file__).parent
 
 
@@ -31,10 +30,8 @@ class LossFailure:
     def __init__(self) -> None:
         self._error: Exception | None = None
 
-    def or_zero(
-        self, loss: Callable[..., Any], output: Any, batch: Batch, total: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """What the loss returns, (sum, weight): zeros where it fails, and `total` has it."""
+    def or_zero(self, loss: Callable[..., Any], output: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """What the loss returns, (sum, weight); where it fails, (zero, not a number)."""
         try:
             return weighed_loss(loss, output, batch)
         except Refusal:
@@ -44,15 +41,18 @@ class LossFailure:
             if not roots:
                 raise
             self._error = self._error or error
-            total[FAILED] = 1
             zero = torch.stack([root.sum() for root in roots]).sum() * 0.0
-            return zero, zero.detach()
+            return zero, torch.full_like(zero, torch.nan, requires_grad=False)
 
-    def error(self, step: int, rank: int, group: dist.ProcessGroup | None) -> StepFailed:
-        """What all ranks of the group raise, of which some have failed in this step."""
+    def error(self, step: int, rank: int, group: dist.ProcessGroup | None) -> StepFailed | None:
+        """What all ranks of the group raise, if the loss of one has failed in this step. All call
+        it together."""
         own = None if self._error is None else [rank, _described(self._error)]
         everyone = [own] if group is None else gather_json(own, group)
-        where, said = next(found for found in everyone if found is not None)
+        found = next((each for each in everyone if each is not None), None)
+        if found is None:  # a loss has returned such a weight
+            return None
+        where, said = found
         failed = StepFailed(f"the loss failed in step {step} on rank {where}: {said}")
         failed.__cause__ = self._error
         return failed

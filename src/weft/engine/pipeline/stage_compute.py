@@ -110,8 +110,8 @@ class InferenceCompute:
 @dataclass
 class TrainingCompute:
     """One optimizer step's actions. `total` is what ranks agree upon at its end: squared norm,
-    loss, weight, unreached parameters, whether they ran the same modules and changed the same
-    state, and whose loss failed; here it gets the losses and weights of this rank's microbatches.
+    loss, weight, unreached parameters, and whether they ran the same modules and changed the same
+    state; here it gets the losses and weights of this rank's microbatches.
 
     `watching`: whether forwards are watched for random numbers; one that draws without `functions`
     runs again after `if_drawn()`.
@@ -170,7 +170,7 @@ class TrainingCompute:
         if self.functions is not None:
             self.functions.scale = scale
         self.total, self.agreed = (
-            torch.zeros(7, dtype=torch.float64, device=self.stages.device),
+            torch.zeros(6, dtype=torch.float64, device=self.stages.device),
             None,
         )
         if self.stages.low is not None:
@@ -280,7 +280,7 @@ class TrainingCompute:
                 return values, (*self._whole(microbatch, output, micro.batch), output)
             if self.trying or self.versions is not None:
                 return values, (*weighed_loss(self.loss, output, micro.batch), None)
-            found = self.failure.or_zero(self.loss, output, micro.batch, self.total)
+            found = self.failure.or_zero(self.loss, output, micro.batch)
             return values, (*found, None)
 
     def now(self) -> tuple[str, int]:
