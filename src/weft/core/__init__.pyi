@@ -39,7 +39,6 @@ from .errors import (
     LayoutError as LayoutError,
     NeedsData as NeedsData,
     Refusal as Refusal,
-    StepFailed as StepFailed,
     UnsupportedModel as UnsupportedModel,
     WeftError as WeftError,
     WorkerDied as WorkerDied,

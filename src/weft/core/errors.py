@@ -8,7 +8,6 @@
     │   │   └── NeedsData        ... but might, if it were built with weights
     │   ├── CheckpointError      a truncated, foreign or mismatched checkpoint
     │   └── DataError            a missing or unreadable dataset
-    ├── StepFailed               a step's loss failed; on all ranks, before weights changed; exit 1
     └── WorkerDied               a process of the run failed; carries that worker's error; exit 1
 
 A Refusal names the field, the value and what would work.
@@ -89,11 +88,6 @@ class DamagedCheckpoint(CheckpointError):
 
 class DataError(Refusal):
     """A missing or unreadable dataset."""
-
-
-class StepFailed(WeftError):
-    """The loss of a step has failed on some rank. All ranks raise it, with weights and optimizer as
-    they were before the step."""
 
 
 class WorkerDied(WeftError):

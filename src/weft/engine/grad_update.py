@@ -28,7 +28,6 @@ from .grad_buckets import GradReducer, local_tensor
 from .module_trail import ModuleTrail, diverged_error, zero_if_equal
 from .optimizers import scale_grads
 from .param_update import ParamUpdate
-from .pipeline.loss_failure import FAILED
 from .pipeline.stage_compute import TrainingCompute
 from .protocol import StepResult
 from .replica_sync.replicas import ReplicaSync
@@ -112,10 +111,6 @@ class GradUpdate:
         if self.wants_norm and grads:
             self._add_squares(total, grads)
         self._sum_over_ranks(total, missing, step)
-        if total[FAILED] > 0:
-            axes = self.plan.layout.active_axes()
-            group = self.mesh.group(*axes) if axes else None
-            raise self.training.failure.error(step + 1, self.mesh.place, group)
         if total[3] > 0 or self.plan.chosen:
             self.reducer.drop_unused(missing, self.mesh)
             if self.chosen is not None:
@@ -176,7 +171,7 @@ class GradUpdate:
                 zero_if_equal(trail, self.mesh.rank, plan.layout.world),
                 zero_if_equal(changed, state.index, state.size),
             ]
-            total[3:6] = torch.tensor([len(missing), *alike], dtype=torch.float64)
+            total[3:] = torch.tensor([len(missing), *alike], dtype=torch.float64)
             if plan.layout.world > 1:
                 dist.all_reduce(total, group=self.mesh.group(*plan.layout.active_axes()))
         total[1:3] /= plan.layout.world // plan.layout.size(*TOKEN_AXES, STAGE_AXIS)

@@ -49,8 +49,8 @@ from .wire_sizes import HEADER_BYTES
 
 TRAIL_BYTES = 2 * 8  # which modules the ranks of one stage ran, and its square, in float64
 # of a step, in float64: squared norm, loss, weight, unreached parameters, what ran, what it
-# changed, ranks whose loss has failed
-STEP_STATISTICS = 7
+# changed
+STEP_STATISTICS = 6
 
 
 def predict_collectives(

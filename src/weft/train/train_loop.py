@@ -345,14 +345,6 @@ class TrainLoop:
         self.watchdog.beat(f"the checkpoint of step {step}")
         self.callbacks.checkpoint_saved(step)
 
-    def save_complete(self) -> None:
-        """A step has failed on all ranks alike: save the one before, if none has done so."""
-        step = self.engine.steps_done
-        if step >= self.first and step != latest_step(checkpoint_folder(self.run)):
-            if self.engine.gather(last=True):
-                self._save(step, wait=True)
-            self.progress.say(f"saved after step {step}; --resume goes on")
-
 
 @contextmanager
 def _of_this_replica(independent: bool) -> Iterator[None]:

@@ -19,7 +19,6 @@ from weft.core import (
     ConfigError,
     Plan,
     RunConfig,
-    StepFailed,
     dump_toml,
     replace_file,
 )
@@ -35,7 +34,6 @@ from .data import Dataset, NoDataset
 from .generate import sample_text, text_coder
 from .gpu_use import why_unknown
 from .loggers import has_tensorboard
-from .lr_schedule import ScheduleFailed
 from .memory_snapshot import MemorySnapshot
 from .metrics import Metrics, rate_unit
 from .prefetch import prefetched
@@ -219,11 +217,7 @@ def _train(
             engine.heard = partial(
                 watchdog.beat, "a call"
             )  # while the driver validates a worker takes no steps
-        try:
-            interrupted = loop(interrupt)
-        except (StepFailed, ScheduleFailed):  # on all ranks, before the weights changed
-            loop.save_complete()
-            raise
+        interrupted = loop(interrupt)
     if profiler is not None and (profile := profiler.finish(folder)) is not None:
         progress.say(f"profile of steps {t.profile}: {profile}; open it at ui.perfetto.dev")
     drawing = (

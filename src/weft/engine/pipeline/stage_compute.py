@@ -36,7 +36,6 @@ from ..grad_buckets import GradReducer
 from ..microbatch import Batch, MicroBatch
 from ..state_watch import StateWatch
 from ..whole_batch import WholeBatchLoss
-from .loss_failure import LossFailure
 from .runner import Roots
 from .stage_forward import StageForward
 from .weight_stash import WeightStash
@@ -111,8 +110,8 @@ class InferenceCompute:
 @dataclass
 class TrainingCompute:
     """One optimizer step's actions. `total` is what ranks agree upon at its end: squared norm,
-    loss, weight, unreached parameters, whether they ran the same modules and changed the same
-    state, and whose loss failed; here it gets the losses and weights of this rank's microbatches.
+    loss, weight, unreached parameters, and whether they ran the same modules and changed the same
+    state; here it gets the losses and weights of this rank's microbatches.
 
     `watching`: whether forwards are watched for random numbers; one that draws without `functions`
     runs again after `if_drawn()`.
@@ -138,7 +137,6 @@ class TrainingCompute:
     total: Tensor = field(init=False)
     agreed: dist.Work | None = None
     state: StateWatch = field(init=False)
-    failure: LossFailure = field(init=False)  # of this step's loss
     action: Action | None = None  # what runs
     ahead: bool = False  # whether forwards run for their outputs alone
     trying: bool = False  # whether they run to be compared, and count for nothing
@@ -176,7 +174,6 @@ class TrainingCompute:
             self.stages.low.begin()
         self.state.begin()  # after what writes the weights
         self.reducer.begin()
-        self.failure = LossFailure()
         if self.versions is not None:
             self.versions.begin()
         if self._whole is not None:
@@ -277,10 +274,7 @@ class TrainingCompute:
                 return values, None
             if self._whole is not None:
                 return values, (*self._whole(microbatch, output, micro.batch), output)
-            if self.trying or self.versions is not None:
-                return values, (*weighed_loss(self.loss, output, micro.batch), None)
-            found = self.failure.or_zero(self.loss, output, micro.batch, self.total)
-            return values, (*found, None)
+            return values, (*weighed_loss(self.loss, output, micro.batch), None)
 
     def now(self) -> tuple[str, int]:
         """The kind of the action that runs, and its microbatch: or "ahead" for the first of two
