@@ -87,16 +87,17 @@ def summary(rows: list[Row]) -> list[str]:
 
 
 def first_names(rows: list[Row]) -> list[str]:
-    """By module: how many first names are right, and what wrong ones are."""
+    """By module: how many first names are right; and the wrong ones."""
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in scored(rows):
         groups[row["module"]].append(row)
-    lines = ["| module | right | wrong | wrong names |", "|---|---:|---:|---|"]
+    lines, listed = ["| module | right | wrong |", "|---|---:|---:|"], list[str]()
     for module, each in sorted(groups.items()):
         wrong = [row for row in each if row["first"] == "wrong"]
-        told = "; ".join(f"line {row['line']}: {row['says'].partition(' (')[0]}" for row in wrong)
-        lines.append(f"| `{module}` | {len(each) - len(wrong)} | {len(wrong)} | {told} |")
-    return [*lines, ""]
+        lines.append(f"| `{module}` | {len(each) - len(wrong)} | {len(wrong)} |")
+        for row in wrong:
+            listed += [f"- `{module}`, line {row['line']}:", f"  {row['says'].partition(' (')[0]}"]
+    return [*lines, "", "First names that are wrong:", "", *listed, ""]
 
 
 def listed(rows: list[Row]) -> list[str]:

@@ -224,6 +224,12 @@ def test_the_module_is_named_that_gave_a_wrong_tensor_after_a_right_one(
     assert str(result.first).startswith("output of blocks.0.mlp.gate ("), result
 
 
+def test_a_buffer_that_is_wrong_is_named_before_what_it_changes(pool: Any) -> None:
+    mutant = Mutant(ROUTING, "GateBias.move", "self.rate", "2 * self.rate")
+    result = pool.run(both_sides, mutant, CASES["experts"].case(), "ep2", world=2)[0]
+    assert "gate.bias.state after step 0" in str(result.first), result
+
+
 def test_a_collective_of_later_steps_alone_is_seen(pool: Any) -> None:
     """It changes no number."""
     update = "self._update(missing, self.steps_done)"

@@ -137,3 +137,4 @@ def test_the_table_says_what_is_trained(tmp_path: Path) -> None:
     assert "with --deep: saving; resuming on the same layout" in table(SYNCS["streaming"])
     servers = table('name = "parameter_server"\nservers = 1\nstaleness = 2\n')
     assert "with --deep: validation, with allreduce" in servers
+    assert "not checked: messages between replicas that step by themselves" in servers

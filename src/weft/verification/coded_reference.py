@@ -62,7 +62,7 @@ def run_coded(case: Case, layout: str, steps: int) -> Reference:
         case = replace(case, optimizer=instead)
         found.definition += f"; with SGD, as sums of {exchange.ranks} are rounded in any order"
     found.case, optimizer = case, plain_optimizer(case.optimizer, list(trained.items()))
-    for kept in (found.losses, found.gradients, found.norms, found.batches):
+    for kept in (found.losses, found.gradients, found.norms, found.batches, found.buffers):
         kept.clear()
     scale: float | None = None
     for step in range(steps):

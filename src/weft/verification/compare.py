@@ -58,7 +58,13 @@ from .layout_result import LayoutResult
 from .reference import OVERFLOWS, Reference
 from .rounding import errors_beyond
 from .stage_values import stage_value_bytes
-from .tensor_errors import error_ratio, gradient_differences, state_errors, weight_errors
+from .tensor_errors import (
+    buffer_errors,
+    error_ratio,
+    gradient_differences,
+    state_errors,
+    weight_errors,
+)
 
 
 def check_layout(case: Case, layout: str, reference: Reference) -> LayoutResult:
@@ -183,6 +189,7 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
                 errors["weight"] = updated = weight_errors(
                     engine, reference.updated, "after step 0", reference, case.bounds
                 )
+                updated |= buffer_errors(engine, reference, case.bounds)
                 found += _first_of(updated, (step, "weight"), case.bounds.weight)
     overflow = _overflow_problem(case, engine) if case.precision == "fp16" else None
     last, problem = state_errors(engine, reference, case.bounds)

@@ -55,6 +55,8 @@ def coverage(
     else:
         rows.append(Covered(CHECKED, collectives))
     deep, exact, by_deep = CHECKED if trained else DEEP, exact_sync(run.sync), deep_sync(run.sync)
+    if exact.name != run.sync.name:
+        rows.append(Covered(NOT, "messages between replicas that step by themselves"))
     short = "" if by_deep.name == run.sync.name else f", with {by_deep.name}"  # what trains then
     happened = {what for result in trained for what in result.happened}
     rows.append(Covered(deep, f"learning rate: {rate_text(run)}"))

@@ -42,6 +42,7 @@ class Reference:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)  # of all gradients of a step together
     updated: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # after step 0, of a plain run
     final: dict[str, Tensor] = field(
         default_factory=dict
     )  # weights, buffers, optimizer state after the last step
@@ -105,6 +106,8 @@ def reference_steps(
         yield run.params
         if step == 0:
             found.updated = {n: p.detach().clone() for n, p in run.params.items()}
+            kept = run.model.state_dict()
+            found.buffers = {n: b.clone() for n, b in run.model.named_buffers() if n in kept}
     if case.precision == "fp16":
         run.loss_scale = OVERFLOWS
         run.gradients(steps, case.whole_batch_of(steps))

@@ -101,7 +101,7 @@ def _errors_between(one: Reference, other: Reference) -> Errors:
             found[f"gradient of {name} at step {step}"] = error
     noise = of_rounding(one, bounds)
     for when, got, want in (
-        ("after step 0", other.updated, one.updated),
+        ("after step 0", other.updated | other.buffers, one.updated | one.buffers),
         ("after the last step", other.final, one.final),
     ):
         errors = saved_state_errors(got, want, one.updated.keys(), noise, bounds)

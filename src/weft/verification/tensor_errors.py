@@ -141,6 +141,18 @@ def weight_errors(
     return errors
 
 
+def buffer_errors(engine: TrainingEngine, reference: Reference, bounds: Bounds) -> dict[str, float]:
+    """Errors of buffers after step 0, where replicas have the same."""
+    wants = {} if engine.replicas.independent else reference.buffers
+    count, errors = OF_NOISE if of_rounding(reference, bounds) else 1.0, {}
+    for piece in engine.tensors() if wants else ():
+        if piece.name in wants:
+            floor = Bounds.small * _norm_like(piece.name, wants)
+            error = tensor_error(piece.tensor, piece.chunks, wants[piece.name], floor)
+            errors[f"{piece.name} after step 0"] = error * count
+    return errors
+
+
 def of_rounding(reference: Reference, bounds: Bounds) -> frozenset[str]:
     """Weights that got a gradient, and in no step more than rounding leaves in float64."""
     if bounds.precision != Bounds.precision or not reference.gradients:
