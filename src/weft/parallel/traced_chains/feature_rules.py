@@ -262,11 +262,12 @@ class FeatureRules:
         """Query, key and value [b, heads, s, d]: each head by itself; and a mask or bias."""
         if any(id(t) not in live for t in args):
             return None
-        own = mask is not None and id(mask) in live  # a bias that linears make of positions
-        if own and mask.ndim != 4:
+        # a bias that linears make of positions
+        own = [mask] if mask is not None and id(mask) in live else []
+        if any(t.ndim != 4 for t in own):
             return None
         joined: Tensor | None = None
-        for t in (*args, mask) if own else args:
+        for t in (*args, *own):
             labels = live[id(t)]
             for dim in (0, 2, 3):
                 labels = self._classes.join_along(labels, dim)
