@@ -416,7 +416,8 @@ OF_FAMILIES: dict[str, Advice] = {
             of_family(name),
             "ep2",
             f"no experts in this model{why}\\. Use dp, fsdp or pp: ep",
-            on("dp2", "fsdp2", "pp2"),
+            # fsdp takes DBRX where as many experts are chosen on each rank
+            on("dp2", "pp2") if name == "dbrx" else on("dp2", "fsdp2", "pp2"),
         )
         for name, why in {
             "dbrx": ": .*experts is none, as its part mlp holds weights, and not the module itself",
