@@ -369,24 +369,3 @@ def ibert() -> nn.Module:
             module.train = lambda mode=True, module=module: module  # type: ignore[method-assign]
             module.training = False
     return model
-
-
-def whisper() -> nn.Module:
-    """A decoder whose forward names position_ids, and hands them on."""
-    pytest.importorskip("transformers")
-    from families import Family, small_config
-    from transformers import WhisperForCausalLM
-
-    class Numbered(WhisperForCausalLM):
-        def forward(
-            self, input_ids: Tensor, attention_mask: Any = None, position_ids: Any = None
-        ) -> Tensor:
-            out = self.model.decoder(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                use_cache=False,
-            )
-            return self.proj_out(out[0])
-
-    return Numbered(small_config(Family("whisper")))

@@ -93,6 +93,35 @@ class Interleaved(nn.Module):
         return self.two(mixed.transpose(1, 2).reshape(b, s, self.many * SIZE))
 
 
+class Tapped(Interleaved):
+    """Takes the mean of as many positions as it has heads: one number is divided, one is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taps = HEADS
+
+    def forward(self, x: Tensor) -> Tensor:
+        near = F.pad(x, (0, 0, self.taps - 1, 0)).unfold(1, self.taps, 1)
+        return super().forward(near.mean(-1))
+
+
+class BiasedByPosition(Interleaved):
+    """What a linear makes of positions is a bias of each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near = nn.Linear(DIM, HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = self.one(x).view(b, s, self.many, 3, SIZE).permute(3, 0, 2, 1, 4)
+        bias = self.near(x).mT.unsqueeze(-1).expand(-1, -1, -1, s)
+        places = torch.arange(s).expand(*bias.shape[:2], s, s)
+        bias = bias.gather(2, (places - places.mT).clamp(0))
+        mixed = F.scaled_dot_product_attention(q, k, v, bias)
+        return self.two(mixed.transpose(1, 2).reshape(b, s, self.many * SIZE))
+
+
 class InThirds(nn.Module):
     """One linear, whose features are all queries, all keys, all values, with a norm of each head
     and a weight of each head that takes no part in the sum (a sink)."""
@@ -182,7 +211,7 @@ class AlongEdges(nn.Module):
         total = torch.zeros_like(scores[: len(nodes)]).index_add_(0, target, scores)
         sent = nodes[source] * (scores / total[target].clamp_min(1e-9)).unsqueeze(-1)
         places = target[:, None, None].expand_as(sent)
-        got = torch.zeros_like(nodes).scatter_add(0, places, sent)
+        got = torch.zeros_like(nodes).scatter_add(0, places, sent) + nodes.gather(0, places)[::2]
         return self.b(got.flatten(1).unflatten(0, x.shape[:2]))
 
 
@@ -444,6 +473,10 @@ TO_TRACE = {
     "by-hand": Expected(ByHand, LINEARS),
     "by-hand-dropout": Expected(partial(ByHand, 0.2), LINEARS),
     "interleaved": Expected(Interleaved, ("one.weight", "one.bias", "two.weight")),
+    "tapped": Expected(Tapped, ("one.weight", "one.bias", "two.weight")),
+    "biased-by-position": Expected(
+        BiasedByPosition, ("one.weight", "one.bias", "near.weight", "near.bias", "two.weight")
+    ),
     "in-thirds": Expected(InThirds, ("drain", "one.weight", "one.bias", "two.weight")),
     "grouped": Expected(Grouped, LINEARS),
     "gated": Expected(Gated, ("each", "wide.weight", "wide.bias", "narrow.weight")),

@@ -296,6 +296,12 @@ OF_FAMILIES: dict[str, Advice] = {
         r"Use dp or fsdp\.$",
         on("dp2", "fsdp2"),
     ),
+    "levit": Advice(  # a batch norm stands after each linear
+        of_family("levit", "image-classification"),
+        "tp2",
+        r"in this model: along .* do not stay apart .* Use dp or fsdp\.$",
+        on("dp2", "fsdp2"),
+    ),
     "vit": Advice(
         of_family("vit", "image-classification"),
         "cp2",
@@ -341,12 +347,6 @@ OF_FAMILIES: dict[str, Advice] = {
         "cp2",
         'Declare them "whole_sequence" under .* or use dp or fsdp',
         {"cp2": planned(roles={"transformer.attentions.*": "whole_sequence"}), **on("fsdp2")},
-    ),
-    "whisper": Advice(
-        of_family("whisper"),
-        "cp2",
-        "Let its forward name position_ids, and hand on what is given; or use dp or fsdp",
-        {"cp2": built_by(advised.whisper), **on("fsdp2")},
     ),
     "git": Advice(of_family("git"), "cp2", r"batch\. Use dp or fsdp\.$", on("dp2", "fsdp2")),
     "mpnet": Advice(
@@ -403,7 +403,7 @@ OF_FAMILIES: dict[str, Advice] = {
         r"or not\. If it is not, give the model another length of sequence; else use dp or fsdp\.$",
         on("dp2", "fsdp2"),
     ),
-    "switch_transformers": Advice(
+    "switch_transformers-dropout": Advice(
         of_family("switch_transformers", "seq2seq-lm"),
         "dp2",
         "Put it outside of that module, or set it to 0",
@@ -411,8 +411,30 @@ OF_FAMILIES: dict[str, Advice] = {
             ("dp2", "fsdp2", "pp2"), built_by(partial(advised.without_dropout, "seq2seq-lm"))
         ),
     ),
-    "jetmoe": Advice(
-        of_family("jetmoe"), "ep2", "Use dp, fsdp or pp: ep", on("dp2", "fsdp2", "pp2")
+    **{
+        f"{name}-experts": Advice(
+            of_family(name),
+            "ep2",
+            f"no experts in this model{why}\\. Use dp, fsdp or pp: ep",
+            # fsdp takes DBRX where as many experts are chosen on each rank
+            on("dp2", "pp2") if name == "dbrx" else on("dp2", "fsdp2", "pp2"),
+        )
+        for name, why in {
+            "dbrx": ": .*experts is none, as its part mlp holds weights, and not the module itself",
+            "doge": "",
+            "jetmoe": ": .*input_linear is none, as its forward does not take .tokens.*",
+            "llama4": ": .*experts is none, as its forward does not take .tokens.*",
+            "llama4_text": ": .*experts is none, as its forward does not take .tokens.*",
+            "longcat_flash": ": .*experts is none, as it does not say their number by num_experts",
+        }.items()
+    },
+    "switch_transformers-experts": Advice(
+        of_family("switch_transformers", "seq2seq-lm"),
+        "ep2",
+        r"experts is none, as its part expert_0 holds weights.* Use dp, fsdp or pp: ep",
+        dict.fromkeys(
+            ("dp2", "fsdp2", "pp2"), built_by(partial(advised.without_dropout, "seq2seq-lm"))
+        ),
     ),
     "moss": Advice(
         of_family("moss_transcribe_diarize"),
@@ -491,6 +513,10 @@ def test_the_table_keeps_what_its_refusals_say() -> None:
 
 DIVIDED = {  # families that were refused by mistake, or with advice that could not be followed
     "inkling_text": ("causal-lm", "ep2"),  # an expert for all tokens that takes more than them
+    "gemma4_text": ("causal-lm", "ep2"),
+    "whisper": ("causal-lm", "cp2"),  # between a rank's two stretches no document begins
+    "moss_transcribe_diarize": ("causal-lm", "cp2"),
+    "zaya": ("causal-lm", "cp2"),  # whole sequences leave a part of it by heads
     "longt5": ("seq2seq-lm", "tp2"),  # biases of positions have gradients; blocks before heads
     "ctrl": ("causal-lm", "pp2"),  # assigns a buffer anew
     "mobilebert": ("masked-lm", "tp2"),  # its values are of another tensor than queries and keys

@@ -110,7 +110,7 @@ class ChainBuilder:
                 if self.operators + trial.operators > OPERATORS:
                     return None
                 if (made := trial.run(attributes)) is not None:
-                    return made
+                    return _of_needed(trial, made)
             self.operators += trial.operators
         return None
 
@@ -246,6 +246,19 @@ class ChainBuilder:
             if not one_run or dims not in ([], [want], [found.ndim - 1] if found.ndim < 4 else []):
                 return False
         return True
+
+
+def _of_needed(trial: ChainTrial, made: Chain) -> Chain:
+    """The chain without the numbers that may stay as they are: they count something else, as the
+    taps of a convolution that are as many as heads."""
+    for module, number in [(m, n) for m, numbers in made.attributes.items() for n in numbers]:
+        fewer = {
+            m: tuple(n for n in numbers if (m, n) != (module, number))
+            for m, numbers in made.attributes.items()
+        }
+        fewer = {m: numbers for m, numbers in fewer.items() if numbers}
+        made = (trial.run(fewer) if fewer else None) or made
+    return made
 
 
 def along(classes: np.ndarray) -> tuple[int, np.ndarray]:

@@ -82,9 +82,11 @@ _SUMS = frozenset(
     ]
 )
 # Operators that pick elements, or add to them, at places that an index says.
-_PICKS = frozenset(["index", "index_select", "embedding"])
+_PICKS = frozenset(["index", "index_select", "gather", "embedding"])
 _ADDS = frozenset(["index_add", "index_add_", "scatter_add", "scatter_add_"])
 _NORMS = frozenset(["native_layer_norm", "_fused_rms_norm", "rms_norm"])
+# Of each feature by itself, but with running statistics that are whole on every rank.
+_BATCH_NORMS = frozenset(["native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm"])
 _PRODUCTS = frozenset(["mm", "bmm", "addmm", "baddbmm"])
 _MATRICES = frozenset(["linalg_solve_triangular", "triangular_solve", "_linalg_solve_ex"])
 NEW = frozenset(
@@ -168,7 +170,7 @@ class FeatureRules:
             if len(args) == 3:
                 labels = self._combined([(None, labels), (args[0], live.get(id(args[0])))], shape)
             return [labels]
-        if name in _SUMS or name in _NORMS:
+        if name in _SUMS or name in _NORMS or name in _BATCH_NORMS:
             if id(args[0]) not in live:
                 return None
             dims = _dims(func, name, args, kwargs)
@@ -260,16 +262,19 @@ class FeatureRules:
         """Query, key and value [b, heads, s, d]: each head by itself; and a mask or bias."""
         if any(id(t) not in live for t in args):
             return None
-        heads = []
-        for t in args:
+        # a bias that linears make of positions
+        own = [mask] if mask is not None and id(mask) in live else []
+        if any(t.ndim != 4 for t in own):
+            return None
+        joined: Tensor | None = None
+        for t in (*args, *own):
             labels = live[id(t)]
             for dim in (0, 2, 3):
                 labels = self._classes.join_along(labels, dim)
-            heads.append(labels.repeat_interleave(args[0].shape[1] // t.shape[1], dim=1))
-        joined = self._classes.join(self._classes.join(heads[0], heads[1]), heads[2])
-        if mask is not None:
-            if id(mask) in live:
-                return None
+            labels = labels.repeat_interleave(args[0].shape[1] // t.shape[1], dim=1)
+            joined = labels if joined is None else self._classes.join(joined, labels)
+        assert joined is not None
+        if mask is not None and not own:
             self._meet(mask, joined)
         return [joined.expand(made[0].shape)]
 
