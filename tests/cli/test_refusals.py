@@ -173,6 +173,10 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
             "train.fsdp_prefetch = 2: has no effect with layout dp2, which gathers no weights",
         ),
         (
+            "train small.toml --set train.backend=mpi",
+            "train.backend = 'mpi': ",
+        ),
+        (
             "train small.toml --set train.fsdp_prefetch=0",
             "train.fsdp_prefetch = 0: must be greater",
         ),

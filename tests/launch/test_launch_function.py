@@ -244,6 +244,7 @@ def test_cuda_that_was_used_takes_functions_of_modules_alone(
 def test_gpus_are_forked_to_only_where_cuda_is_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     started = {}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(
         launch_function, "run_workers", lambda *args, **how: started.update(how) or [None]
     )

@@ -61,7 +61,7 @@ def _run(run: RunConfig, ray: Any) -> None:
         ) from None
     try:
         needed = _worker_resources(run, ray.cluster_resources())
-        backend: Backend = "nccl" if "GPU" in needed and not run.workers else "gloo"
+        backend: Backend = "nccl" if "GPU" in needed else "gloo"
         TorchTrainer(
             partial(_rank, run, backend, token),
             torch_config=_no_group(),
@@ -99,7 +99,12 @@ def _worker_resources(run: RunConfig, there: dict[str, float]) -> dict[str, floa
             problem,
             "use fewer ranks or train.threads, or more nodes",
         )
-    return {"CPU": threads, **({"GPU": 1} if there.get("GPU", 0) >= world else {})}
+    asked, gpus = run.train.backend, there.get("GPU", 0)
+    if asked not in ("auto", "gloo") and (run.workers or gpus < world):
+        problem = f"NCCL takes a GPU for each of {world} ranks, and Ray has {gpus:g}"
+        raise ConfigError("train.backend", asked, problem, 'use "gloo", or fewer ranks')
+    on_gpus = asked != "gloo" and not run.workers and gpus >= world
+    return {"CPU": threads, **({"GPU": 1} if on_gpus else {})}
 
 
 def _no_group() -> Any:

@@ -29,6 +29,7 @@ from weft.launch import (
     AGENT,
     Backend,
     Rendezvous,
+    backend_of_run,
     check_one_host,
     join_replica,
     join_world,
@@ -286,22 +287,16 @@ def _fixed_layout_error(run: RunConfig) -> ConfigError:
 
 
 def _backend(run: RunConfig, local_ranks: int) -> Backend:
-    """NCCL if every rank of this host has a GPU of its own, else gloo on the CPU, as for workers by
-    name."""
-    gpus, on_gpus = torch.cuda.device_count(), _has_gpus(run, local_ranks)
+    """As the run asks for; gloo on the CPU for workers by name. Raises ConfigError."""
+    gpus, backend = torch.cuda.device_count(), backend_of_run(run, local_ranks)
     if gpus and run.workers:
         log_line(f"{', '.join(run.workers)} and the driver run on the CPU")
-    elif gpus and not on_gpus:
+    elif gpus and backend == "gloo":
         log_line(f"{local_ranks} ranks and {gpus} GPUs on this host: running on the CPU")
-    return "nccl" if on_gpus else "gloo"
-
-
-def _has_gpus(run: RunConfig, local_ranks: int) -> bool:
-    """Whether each rank of this host has a GPU of its own, and uses it."""
-    return not run.workers and torch.cuda.device_count() >= local_ranks
+    return backend
 
 
 def _check_device(run: RunConfig, plans: Sequence[Plan], local_ranks: int) -> None:
     """Refuse plans that the devices of this host do not run. Raises Refusal."""
-    kind = "cuda" if _has_gpus(run, local_ranks) else "cpu"
+    kind = "cuda" if backend_of_run(run, local_ranks) == "nccl" else "cpu"
     check_device(run, plans, torch.device(kind))

@@ -171,7 +171,7 @@ from .toml import (
     table_error as table_error,
     toml_refusal as toml_refusal,
 )
-from .train_config import TrainConfig as TrainConfig
+from .train_config import BackendChoice as BackendChoice, TrainConfig as TrainConfig
 from .unit_choice import (
     BLOCKS as BLOCKS,
     UNIT_CHOICES as UNIT_CHOICES,

@@ -13,6 +13,8 @@ from .toml import AS_TUPLE, Strings, TomlTable, table_error
 
 # names, or tables with a name and arguments
 NamedTables = Annotated[tuple[str | dict[str, Any], ...], AS_TUPLE]
+# of torch.distributed, as it writes them
+BackendChoice = Literal["auto", "gloo", "nccl", "cpu:gloo,cuda:nccl"]
 
 
 class TrainConfig(TomlTable):
@@ -201,6 +203,13 @@ class TrainConfig(TomlTable):
             " step by themselves, and for first steps, checkpoints and callbacks); a checkpoint and"
             " a callback may take ten times as long, up to 600; before the first step ranks wait"
             " for one another ten times as long, or 600"
+        ),
+    )
+    backend: BackendChoice = Field(
+        default="auto",
+        description=(
+            'how ranks communicate: "gloo", on the CPU; "nccl", or "cpu:gloo,cuda:nccl", the same,'
+            ' with a GPU for each rank; "auto": nccl where there are enough GPUs'
         ),
     )
     threads: int | None = Field(

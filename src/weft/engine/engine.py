@@ -98,7 +98,9 @@ class Engine:
     """Trains `model` as `plan` says, and changes it in place. Every rank of the layout makes one.
 
     Weights and buffers of rank 0 are those that all ranks begin with. Modules of a model in
-    training mode keep their own modes: a frozen batch norm stays frozen.
+    training mode keep their own modes: a frozen batch norm stays frozen. `engine.optimizer` is
+    torch's, of this rank's parts: set `param_groups[i]["lr"]`, or give it to a scheduler. Its
+    `state_dict` is of this rank alone; `weft.checkpoint` saves for any layout.
 
     Args:
         model: the module that the plan was made for. `weft.deferred_init` makes one that no rank
@@ -124,9 +126,7 @@ class Engine:
         Refusal: what the plan, the optimizer or the loss cannot do together.
 
     Example:
-        engine = weft.Engine(
-            model, plan, optimizer=partial(torch.optim.AdamW, lr=1e-3), loss=weft.losses.next_token
-        )
+        engine = weft.Engine(model, plan, optimizer=torch.optim.AdamW, loss=weft.losses.next_token)
         for batch in loader:
             result = engine.step(engine.local(batch))
         engine.close()

@@ -1,3 +1,4 @@
+from .choose_backend import Backend as Backend, backend_of_run as backend_of_run
 from .doctor.allreduce_check import rate_text as rate_text
 from .doctor.checks import DoctorRequest as DoctorRequest, RunChecks as RunChecks
 from .doctor.findings import Finding as Finding, Host as Host
@@ -25,7 +26,6 @@ from .local_workers import (
 )
 from .log import log_line as log_line
 from .rank_process import (
-    Backend as Backend,
     follow_parent as follow_parent,
     rendezvous_store as rendezvous_store,
     replica_slot as replica_slot,

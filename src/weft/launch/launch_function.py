@@ -18,12 +18,12 @@ from torch import Tensor
 
 from weft._torch.forks import autograd_survives_fork, cuda_survives_fork
 from weft._torch.trees import tree_map
-from weft.core import ConfigError, Layout
+from weft.core import BackendChoice, ConfigError, Layout
 
+from .choose_backend import Backend, choose_backend
 from .environment import launched_rank, local_world_size
 from .local_workers import StartMethod, join_world, run_workers
 from .log import log_line
-from .rank_process import Backend
 
 
 def launch(
@@ -127,7 +127,8 @@ def _backend(world: int, device: str | None) -> Backend:
         raise ConfigError("device", device, problem, 'use fewer ranks, or device="cpu"')
     if device is None and 0 < gpus < world:
         log_line(f"{world} ranks and {gpus} GPUs on this host: running on the CPU")
-    return "nccl" if device != "cpu" and gpus >= world else "gloo"
+    asked: dict[str | None, BackendChoice] = {"cpu": "gloo", "cuda": "nccl", None: "auto"}
+    return choose_backend(asked[device], world, "device")
 
 
 def _start_method(function: Callable[..., Any], backend: Backend) -> StartMethod:

@@ -39,11 +39,11 @@ import torch.distributed as dist
 
 from weft.core import TIMEOUT_S, WorkerDied
 
+from .choose_backend import Backend
 from .environment import launched_rank, local_world_size
 from .gate import LOOPBACK
 from .rank_process import (
     POLL_S,
-    Backend,
     RankTask,
     TaskFailure,
     TaskResult,

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,14 +24,12 @@ from weft._torch.compiler import forget_compile_threads
 from weft.core import Refusal, WeftError, WorkerDied
 from weft.engine import ReplicaGroup
 
+from .choose_backend import Backend
 from .environment import AGENT, launched_rank, master_address, on_one_host, restart_count
 from .gate import LOOPBACK, run_token
 from .rendezvous import Rendezvous, listen_at
 from .stores import join_hosts_store, join_store, keep_for_hosts, keep_store
 from .watchdog import Watchdog
-
-Backend = Literal["gloo", "nccl"]
-
 
 POLL_S = 0.2
 

@@ -25,10 +25,11 @@ from weft.core import WeftError, WorkerDied
 from weft.engine import ReplicaGroup, is_left_out, mark_ended
 
 from . import local_workers
+from .choose_backend import Backend
 from .environment import launched_rank, local_world_size
 from .local_workers import END_S, WorkerProcess, WorldWatch, end_workers, pass_on_stop
 from .log import log_line
-from .rank_process import POLL_S, Backend, RankTask, WorkerSlot
+from .rank_process import POLL_S, RankTask, WorkerSlot
 from .scratch_folder import ScratchFolder
 
 RESTARTS = 3  # of one replica

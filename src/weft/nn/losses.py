@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from weft._torch.functional_collectives import all_reduce
 from weft._torch.trees import tree_map
-from weft.core import ConfigError
+from weft.core import ConfigError, DataError
 
 from .batch_labels import IGNORED, shift_labels
 from .chunked_softmax import chunk_rows, softmax_parts, token_losses, wide
@@ -336,7 +336,7 @@ def cross_entropy(
         total = F.cross_entropy(wide_rows, column, ignore_index=ignore_index, reduction="sum")
     except IndexError:  # which names the label, and no more
         odd = labels[((labels < 0) | (labels >= vocab)) & counted]
-        raise IndexError(_outside(int(odd[0]), vocab)) from None
+        raise _unknown_label(int(odd[0]), vocab) from None
     return total, counted.sum().to(total.dtype)
 
 
@@ -372,11 +372,10 @@ def _sum_of(losses: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
     return total, counted.sum().to(total.dtype)
 
 
-def _outside(label: int, vocab: int) -> str:
-    return (
-        f"label {label} is none of the {vocab} classes of the logits, which count from 0: correct"
-        f" the data ({IGNORED} is a label that does not count), or give the model more classes"
-    )
+def _unknown_label(label: int, vocab: int) -> DataError:
+    problem = f"is none of the {vocab} classes of the logits, which count from 0"
+    fix = f"correct the data ({IGNORED} does not count), or give the model more classes"
+    return DataError("label", label, problem, fix)
 
 
 def _refuse_outside(labels: Tensor, counted: Tensor, vocab: int) -> None:

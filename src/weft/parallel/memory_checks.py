@@ -34,8 +34,9 @@ def check_prefetch(plan: Plan) -> None:
         raise ConfigError(
             "train.fsdp_prefetch",
             depth,
-            "has no effect: the model is gathered as one unit",
-            "leave it out, hold its blocks in a ModuleList, or name modules by layout.fsdp_units",
+            "has no effect: the model is gathered as one unit, as it has no repeated blocks or as"
+            " layout.fsdp_units says",
+            "leave it out, hold its blocks in a ModuleList, or name modules in layout.fsdp_units",
         )
     for around in plan.recomputed():
         if any(unit != around and is_inside(unit, around) for unit in units):

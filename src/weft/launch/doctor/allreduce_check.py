@@ -11,8 +11,8 @@ from rich.filesize import decimal
 from weft.core import time_once
 from weft.parallel import wire_bytes
 
+from ..choose_backend import Backend
 from ..local_workers import Pool
-from ..rank_process import Backend
 from .findings import Finding
 
 BYTES = {"gloo": 8 << 20, "nccl": 256 << 20}
