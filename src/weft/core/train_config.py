@@ -294,29 +294,31 @@ class TrainConfig(TomlTable):
         if self.ema_warmup and self.ema is None:
             fix = "write ema, as in 0.999, or leave it out"
             raise table_error("has no effect without ema", fix, ema_warmup=True)
-        self._schedule_fits()
+        _check_schedule(self)
         return self
 
-    def _schedule_fits(self) -> None:
-        if self.steps is not None and self.warmup > self.steps:
-            raise table_error(
-                "is longer than the whole run",
-                f"use at most steps = {self.steps}",
-                warmup=self.warmup,
-            )
-        if self.decay == "constant" and self.decay_share is not None:
-            fix = 'write decay, as in "linear", or leave decay_share out'
-            problem = "has no effect with decay = 'constant'"
-            raise table_error(problem, fix, decay_share=self.decay_share)
-        for name, default in (("warmup_shape", "linear"), ("start_lr_ratio", 0.0)):
-            if not self.warmup and (value := getattr(self, name)) != default:
-                fix = f"write warmup, the number of steps that it has, or leave {name} out"
-                raise table_error("has no effect without warmup", fix, **{name: value})
-        if self.steps is None or self.decay_share is None:
-            return
-        if (falls := round(self.decay_share * self.steps)) + self.warmup > self.steps:
-            problem = (
-                f"is {falls} of {self.steps} steps, and warmup has {self.warmup}: more than the run"
-            )
-            fix = "use a smaller share, or leave decay_share out for all steps after warm-up"
-            raise table_error(problem, fix, decay_share=self.decay_share)
+
+def _check_schedule(train: TrainConfig) -> None:
+    """Raises table_error's ValueError for keys of the learning rate that do not go together."""
+    if train.steps is not None and train.warmup > train.steps:
+        raise table_error(
+            "is longer than the whole run",
+            f"use at most steps = {train.steps}",
+            warmup=train.warmup,
+        )
+    if train.decay == "constant" and train.decay_share is not None:
+        fix = 'write decay, as in "linear", or leave decay_share out'
+        problem = "has no effect with decay = 'constant'"
+        raise table_error(problem, fix, decay_share=train.decay_share)
+    for name, default in (("warmup_shape", "linear"), ("start_lr_ratio", 0.0)):
+        if not train.warmup and (value := getattr(train, name)) != default:
+            fix = f"write warmup, the number of steps that it has, or leave {name} out"
+            raise table_error("has no effect without warmup", fix, **{name: value})
+    if train.steps is None or train.decay_share is None:
+        return
+    if (falls := round(train.decay_share * train.steps)) + train.warmup > train.steps:
+        problem = (
+            f"is {falls} of {train.steps} steps, and warmup has {train.warmup}: more than the run"
+        )
+        fix = "use a smaller share, or leave decay_share out for all steps after warm-up"
+        raise table_error(problem, fix, decay_share=train.decay_share)

@@ -8,10 +8,9 @@ nothing is gathered but errors.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,6 @@ from weft.core import (
     Refusal,
     data_rank_indices,
     gather_json,
-    is_inside,
 )
 from weft.engine import (
     Audit,
@@ -38,26 +36,19 @@ from weft.launch import LEAST_S, RARE_S, TIMES, Watchdog, rpc_session
 from weft.parallel import (
     DATA_AXES,
     HEADER_BYTES,
-    BoundaryShape,
-    CallSizes,
     Collective,
-    RoutingCall,
-    SequenceInput,
     collective_totals,
-    dim_of_positions,
-    predict_collectives,
-    whole_batch_comms,
 )
 
 from .activation_errors import first_activation
-from .activation_recorder import ActivationRecorder, record_activations
+from .activation_recorder import record_activations
 from .case import Case
 from .difference import Difference
 from .kept_gradients import keep_gradients
 from .layout_result import LayoutResult
+from .predict_step import predict_step
 from .reference import OVERFLOWS, Reference
 from .rounding import errors_beyond
-from .stage_values import stage_value_bytes
 from .tensor_errors import (
     buffer_errors,
     error_ratio,
@@ -198,11 +189,7 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     problem = "; ".join(reference.broken) or overflow or problem or other_step
     found += _first_of(last, (len(reference.losses), "weight"), case.bounds.weight)
     errors["weight"] |= last
-    predicted = (
-        _predict_collectives_of(case, engine, reference, trace)
-        if isinstance(engine, Engine)
-        else []
-    )
+    predicted = predict_step(case, engine, reference, trace) if isinstance(engine, Engine) else []
     totals, ran = collective_totals(predicted), collective_totals(seen)
     if plan.dynamic_shapes:  # how much crosses stages, the data say
         totals |= {
@@ -276,129 +263,6 @@ def _compiled_problem(
     return None
 
 
-def _predict_collectives_of(
-    case: Case, engine: Engine, reference: Reference, trace: ActivationRecorder
-) -> list[Collective]:
-    """The collectives of a step on this rank."""
-    values = stage_value_bytes(case, engine.plan, reference.batches[0])
-    gathered = (n for place, n in reference.loss_bytes if place not in engine.plan.pairs)
-    loss = whole_batch_comms(engine.plan, engine.mesh.rank, gathered)
-    comms = predict_collectives(
-        engine.plan,
-        _crossings_with_labels(engine.plan, reference),
-        engine.plan.dtypes.computed(case.dtype).itemsize,
-        reference.unreached,
-        engine.buffers.nbytes,
-        engine.mesh.rank,
-        values,
-        [*reference.traces[0].cores, *_sequence_inputs(engine, reference.batches[0], trace)],
-        _routings(reference.traces),
-        reference.traces[0].asked,
-        engine.updated_whole,
-        _module_calls(engine.plan, reference.traces[0], trace),
-    )
-    return [*comms, *loss]
-
-
-def _crossings_with_labels(plan: Plan, reference: Reference) -> dict[str, BoundaryShape]:
-    """What crosses the boundaries of modules. Of several heads, the first has all labels."""
-    crossings = dict(reference.traces[0].crossings)
-    heads = [s.module for s in plan.steps if s.output is not None and s.output.typed]
-    labels = reference.labels
-    for head in heads if labels else ():
-        if head in crossings:
-            crossings[head], labels = replace(crossings[head], labels=labels), ()
-    return crossings
-
-
-def _sequence_inputs(
-    engine: Engine, batch: dict[str, Tensor], trace: ActivationRecorder
-) -> Iterator[SequenceInput]:
-    """What enters the modules that compute on whole sequences, in one microbatch on this rank."""
-    names = [step.module for step in engine.rank_plan.steps if step.whole_sequence]
-    whole = {engine.model.get_submodule(name) for name in names}
-    if not whole or not engine.sequence:
-        return
-    here = engine.sequence.length(batch) // engine.plan.sequence_size
-    for name, module in engine.model.named_modules():
-        entered = trace.entered.get(name, []) if module in whole else []
-        for each in entered[: len(entered) // engine.plan.accumulate]:
-            if dim_of_positions(each.shape, here) is not None:
-                yield each
-
-
-def _module_calls(
-    plan: Plan, whole: ActivationRecorder, trace: ActivationRecorder
-) -> dict[str, CallSizes]:
-    """How often each module is called; and with how much, on this rank, where that differs from
-    call to call, or one device's shapes do not tell: a Python loop over experts calls each with the
-    tokens that chose it."""
-    again = _regathered(_unit_calls(plan, whole))
-    repeated = {n: (whole.called_again[n], whole.left_again[n]) for n in whole.calls}
-    found = {n: CallSizes(count, (), again[n], repeated[n]) for n, count in whole.calls.items()}
-    for name, shapes in whole.shapes.items():
-        crossing, mine = whole.crossings[name], trace.shapes.get(name, [])
-        chosen = any(name == each or is_inside(name, each) for each in plan.chosen)
-        flat = len(shapes[0][0]) == 2 and not crossing.batched
-        if len(set(shapes)) > 1 and not chosen and crossing.batched and plan.sequence_size == 1:
-            here, all_ = plan.microbatch, crossing.samples
-            sizes = tuple((prod(a) * here // all_, prod(b) * here // all_) for a, b in shapes)
-            found[name] = replace(found[name], sizes=sizes * plan.accumulate)
-        if crossing.entered is None or not (chosen or flat):
-            continue
-        rows = shapes[0][0][0]
-        usual = {rows, rows * plan.microbatch // crossing.samples}
-        chosen = chosen or any(entered and entered[0] not in usual for entered, _ in mine)
-        if chosen and plan.sequence_size == 1 and not plan.sliced(name):
-            sizes = tuple((prod(entered), prod(left)) for entered, left in mine)
-            count = len(shapes) if sizes else 0
-            found[name] = replace(found[name], count=count, sizes=sizes)
-    return found
-
-
-def _unit_calls(plan: Plan, whole: ActivationRecorder) -> list[tuple[str, bool, bool]]:
-    """The calls of a forward, as `_regathered` takes them. Modules that are gathered together are
-    called one after another, and count as one call: backward comes to the last, what enters is that
-    of the first."""
-    units = [(s.module, s.gather.beside) for s in plan.steps if s.gather is not None]
-    unit_of = {name: unit for unit, beside in units for name in (unit, *beside)}
-    order: list[tuple[str, bool, bool]] = []
-    for place, name in enumerate(whole.forward):
-        unit = unit_of.get(name)
-        if unit is None:
-            continue
-        needs = place in whole.needing
-        if name != unit and order and order[-1][0] == unit:
-            needs = order.pop()[2]
-        order.append((unit, place in whole.reached, needs))
-    return order
-
-
-def _regathered(order: list[tuple[str, bool, bool]]) -> Counter[str]:
-    """How often backward gathers each unit. When FSDP2 comes to a unit, it gathers that of the call
-    before, too, also if backward does not come there (`FSDPParamGroup._backward_prefetch`). A
-    unit is freed where the gradient of what entered the call is made, else when backward ends.
-
-    Args:
-        order: (unit, whether backward comes to it, whether what enters needs a gradient) of the
-            calls of a forward.
-    """
-    count: Counter[str] = Counter()
-    gathered: set[str] = set()
-    open_units: set[str] = set()  # a call of theirs is not done
-    for place in reversed(range(len(order))):
-        name, reached, needs = order[place]
-        if reached and name not in open_units:
-            for unit in (name, *(before for before, _, _ in order[max(0, place - 1) : place])):
-                count[unit] += unit not in gathered
-                gathered.add(unit)
-            open_units.add(name)
-        if reached and needs:
-            gathered.discard(name)
-            open_units.discard(name)
-    return count
-
-
 # ---- the order of a run: what differs first explains the rest ------------------------------------
 
 ORDER = ("parameter", "batch", "output", "loss", "output gradient", "gradient", "norm", "weight")
@@ -457,12 +321,6 @@ def _wrong_batch(
 
 
 # ---- which module differs first ------------------------------------------------------------------
-
-
-def _routings(traces: list[ActivationRecorder]) -> list[RoutingCall]:
-    """Of the whole batch."""
-    together = zip(*(trace.routings for trace in traces), strict=True)
-    return [replace(each[0], index=torch.cat([one.index for one in each])) for each in together]
 
 
 # ---- all ranks together --------------------------------------------------------------------------

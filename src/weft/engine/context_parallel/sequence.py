@@ -289,14 +289,9 @@ class ContextParallel:
     def own_diff(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """`torch.diff`, by which transformers finds where documents begin."""
         made = torch.diff(input, *args, **kwargs)
-        mine = self.positions(self.now.length, input.device)
-        if (
-            "position_ids" in self.names  # with a mask
-            or input.is_floating_point()
-            or input.shape[-1:] != mine.shape
-        ):
+        if "position_ids" in self.names:  # with a mask
             return made
-        return _without_jumps(made, input, mine)
+        return _without_jumps(made, input, self.positions(self.now.length, input.device))
 
     def rule(
         self,
@@ -367,6 +362,8 @@ class WholeSequence:
 def _without_jumps(made: Tensor, counted: Tensor, mine: Tensor) -> Tensor:
     """Differences of positions that the model has counted. Between this rank's two stretches lie
     positions of other ranks."""
+    if counted.is_floating_point() or counted.shape[-1:] != mine.shape:
+        return made
     here = torch.equal(counted, mine.expand_as(counted))
     if not here or not torch.equal(made[..., 1:], counted.diff()):  # other numbers, or another dim
         return made
