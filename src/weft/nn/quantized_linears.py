@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from weft.core import ConfigError, import_extra
 
-FIELD, EXTRA = "model.quantize", "quantize"
+FIELD = "model.quantize"
 LOWEST, HIGHEST = -128, 127
 
 
@@ -89,7 +89,7 @@ def _rounded(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)  # it names every kernel that is not for here
     try:
-        torchao = import_extra("torchao.quantization", FIELD, kind, extra=EXTRA)
+        torchao = import_extra("torchao.quantization", FIELD, kind, "quantize")
     finally:
         logging.disable(disabled)
     row, bounds = (1, weight.shape[1]), (LOWEST, HIGHEST)

@@ -38,6 +38,7 @@ from .callbacks import Callbacks
 SLOW = 2.0  # times the median of the others
 LINES = 3  # logged steps in a row, before it is no accident
 SHARE = 0.1  # of a step, that others wait for it at least: else it costs them nothing
+PARTS = ("computing", "waiting for batches", "in callbacks")  # of a rank's own time
 
 
 class RankTimes:
@@ -50,7 +51,8 @@ class RankTimes:
         # named workers compute when the driver calls them
         self._live = dist.is_initialized() and isinstance(engine, Engine) and any(self._peers)
         self._ready = _ReadyClock()
-        self._own_s = 0.0  # in steps since the last line; by the device's clock in the last one
+        # in steps since the last line, of which there were so many; by the device's clock in one
+        self._own_s, self._steps = 0.0, 0
         self._told_s = 0.0  # what callbacks had taken at the last line
         self._slow: SlowRanks | None = None
         self._places: list[int] = []  # in the layout, of the ranks of this process group
@@ -68,6 +70,7 @@ class RankTimes:
             began = self._ready.seconds()
             yield
             self._own_s += self._ready.seconds() - began
+            self._steps += 1
 
     @contextmanager
     def _actions(self) -> Iterator[None]:
@@ -80,6 +83,7 @@ class RankTimes:
         yield
         engine.trace = recorded
         self._own_s = sum(s.stop - s.start for s in spans[before:] if s.kind == "compute")
+        self._steps = 1
 
     def line(
         self, steps: int, step_s: float, data_wait_s: float
@@ -88,7 +92,8 @@ class RankTimes:
         and waited `data_wait_s` for its batch; and what is to be said at once."""
         if not self._live:
             return {}, []
-        own_s, self._own_s = self._own_s, 0.0
+        own_s, self._own_s = self._own_s / max(self._steps, 1), 0.0
+        self._steps = 0
         calls_s, self._told_s = self._callbacks.took_s - self._told_s, self._callbacks.took_s
         if self._slow is None:  # the first line, whose step has set up and compiled
             told = gather_json([self._engine.mesh.place, socket.gethostname()])
@@ -97,11 +102,11 @@ class RankTimes:
             return {}, []
         if self._by_device and not own_s:  # logged since the run was told to stop
             return {}, []
-        own_s = (own_s if self._by_device else own_s / steps) + data_wait_s + calls_s / steps
-        mine = torch.tensor([own_s], dtype=torch.float64)
+        mine = torch.tensor([own_s, data_wait_s, calls_s / steps], dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in self._places]
         dist.all_gather(rows, mine)
-        return self._slow(dict(zip(self._places, torch.cat(rows).tolist(), strict=True)), step_s)
+        told = {place: row.tolist() for place, row in zip(self._places, rows, strict=True)}
+        return self._slow(told, step_s)
 
     def summary(self) -> str | None:
         """Of the whole run, where a rank was slow."""
@@ -121,9 +126,10 @@ class SlowRanks:
         self._worst: tuple[float, int] | None = None  # ratio and rank
 
     def __call__(
-        self, times: Mapping[int, float], step_s: float
+        self, parts: Mapping[int, Sequence[float]], step_s: float
     ) -> tuple[dict[str, Any], list[str]]:
-        """What `RankTimes.line` returns. `times`: rank -> its own seconds of a step."""
+        """What `RankTimes.line` returns. `parts`: rank -> its own seconds of a step, by PARTS."""
+        times = {rank: sum(each) for rank, each in parts.items()}
         usual = {
             rank: median(others)
             for rank in times
@@ -139,9 +145,10 @@ class SlowRanks:
             if count >= LINES:
                 self._worst = max(self._worst or (0.0, rank), (ratio, rank))
             if count == LINES:
+                most = PARTS[max(range(len(PARTS)), key=parts[rank].__getitem__)]
                 said.append(
-                    f"warning: {self._named(ratio, rank)} ({times[rank]:.2g} s, and"
-                    f" {usual[rank]:.2g} s)"
+                    f"warning: {self._named(ratio, rank)} ({times[rank]:.2g} s, most of it {most};"
+                    f" they take {usual[rank]:.2g} s)"
                 )
         self._seen += 1
         self._slow += max(self._in_a_row.values()) >= LINES
