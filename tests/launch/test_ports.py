@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +25,7 @@ from tests.train.test_failures import STEPS, begun, steps_of, weights
 from weft.cli.app import app
 from weft.core.errors import ConfigError, WeftError
 from weft.launch import gate, rpc, stores
+from weft.launch.elastic_agent import ElasticAgent
 from weft.launch.local_workers import Pool
 from weft.launch.rendezvous import Rendezvous, interface_of
 
@@ -279,6 +282,31 @@ def test_who_does_not_know_the_token(guarded: tuple[dist.TCPStore, gate.TokenGat
         gate.Passage(gate.LOOPBACK, port, TOKEN).reach(10)
     server.close()
     assert store.list_keys() == []
+
+
+def test_the_port_that_torchelastic_found_free_may_be_taken() -> None:
+    """By any other process, until the ranks' store is to be reached by it."""
+    keys = dist.HashStore()
+    with socket.create_server((gate.LOOPBACK, 0)) as other:
+        hosts = [
+            SimpleNamespace(
+                master_addr=gate.LOOPBACK,
+                master_port=other.getsockname()[1],
+                group_rank=number,
+                store=keys,
+            )
+            for number in range(2)
+        ]
+        agents: list[Any] = [
+            SimpleNamespace(_way=None, _token=TOKEN, _ranks_store=None) for _ in hosts
+        ]
+        for agent, host in zip(agents, hosts, strict=True):
+            ElasticAgent._open_way(agent, host)  # type: ignore[arg-type]
+    first, second = (stores.join_store(gate.LOOPBACK, host.master_port) for host in hosts)
+    first.set("key", "value")
+    assert second.get("key") == b"value"
+    for agent in agents:
+        agent._way.close()
 
 
 def test_a_token_is_needed_where_others_come(monkeypatch: pytest.MonkeyPatch) -> None:

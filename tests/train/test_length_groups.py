@@ -101,12 +101,12 @@ def test_a_dataset_says_what_its_lengths_are() -> None:
     assert read == []
     ordered = [words.counts[said.indices(0)] for words in (Words(),)]
     assert [*ordered[0]] == sorted(ordered[0], reverse=True)
-    for wrong in ([1, 2], ["a"] * 103, np.ones((103, 2)), [[1], [2, 3]]):
+    for wrong in ([1, 2], [float("nan")] * 103, ["a"] * 103, np.ones((103, 2)), [[1], [2, 3]]):
 
         class Wrong(Words):
             lengths = wrong
 
-        with pytest.raises(Refusal, match=r"data.lengths = '\w+': is no sequence of 103 numbers"):
+        with pytest.raises(Refusal, match=r"lengths = '\w+': are no 103 finite numbers"):
             loader(Wrong())
 
 

@@ -32,6 +32,13 @@ class GpuUse:
         GPU computed. Nothing without GPUs, or where some rank cannot read it."""
         if self._device.type != "cuda":
             return {}
-        percent = torch.cuda.utilization(self._device) if self._known else -1
-        lowest = -highest_over_ranks(-percent)
+        lowest = -highest_over_ranks(-self._percent())
         return {} if lowest < 0 else {"gpu_utilization": lowest / 100}
+
+    def _percent(self) -> int:
+        """-1 where it cannot be read."""
+        try:
+            return torch.cuda.utilization(self._device) if self._known else -1
+        except Exception:  # the driver's own errors, as after its files were replaced
+            self._known = False
+            return -1

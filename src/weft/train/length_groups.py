@@ -33,11 +33,12 @@ def sample_lengths(dataset: Any) -> NDArray[Any]:
     try:
         found = np.asarray(said)
         fits = found.dtype.kind in NUMBERS and found.shape == (len(dataset),)
+        fits = fits and bool(np.isfinite(found).all())
     except ValueError:  # rows of several lengths
         fits = False
     if not fits:
-        problem = f"is no sequence of {len(dataset)} numbers, one for each sample"
-        raise DataError("data.lengths", type(said).__name__, problem, "correct the dataset")
+        problem = f"are no {len(dataset)} finite numbers, one for each sample"
+        raise DataError("the dataset's lengths", type(said).__name__, problem, "correct them")
     return found
 
 

@@ -105,8 +105,8 @@ class RankTimes:
         mine = torch.tensor([own_s, data_wait_s, calls_s / steps], dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in self._places]
         dist.all_gather(rows, mine)
-        told = {place: row.tolist() for place, row in zip(self._places, rows, strict=True)}
-        return self._slow(told, step_s)
+        parts = {place: row.tolist() for place, row in zip(self._places, rows, strict=True)}
+        return self._slow(parts, step_s)
 
     def summary(self) -> str | None:
         """Of the whole run, where a rank was slow."""

@@ -295,9 +295,9 @@ class _PipelineRun:
 def _used_now(name: str) -> UnsupportedModel:
     return UnsupportedModel(
         f"value {name}",
-        "used by the loss in this step",
+        "reaches the loss in this step",
         "the loss did not use it with the sample, so no gradient of it is sent between stages",
-        "let the loss use it in every step (add 0 times its sum), or detach it in the loss",
+        "let the loss depend on it in every step (add 0 times its sum), or detach it",
     )
 
 
