@@ -97,6 +97,30 @@ class FreeBias(nn.Module):
         return self.head(F.gelu(self.norm(x)).transpose(1, 2))
 
 
+class OneExpert(nn.Module):
+    """A router that chooses one expert, whose weight it makes 1: rounding alone comes to it."""
+
+    def __init__(self, dim: int = 16, count: int = 4):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, dim)
+        self.router = nn.Linear(dim, count, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(dim, dim) for _ in range(count))
+        self.head = nn.Linear(dim, VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        weights, chosen = self.router(x).softmax(-1).topk(1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        every = torch.stack([expert(x) for expert in self.experts], -2)
+        taken = every.gather(-2, chosen[..., None].expand(*chosen.shape, x.shape[-1]))
+        return self.head(x + (weights[..., None] * taken).sum(-2))
+
+
+def in_codes() -> Case:
+    optimizer: Any = make_optimizer("adamw8bit", lr=1e-2)
+    return replace(Subject(OneExpert).case(), optimizer=optimizer)
+
+
 def by_sign(model: Any = FusedKeys) -> Case:
     """Lion makes a step of full size of rounding."""
     optimizer: Any = make_optimizer("lion", lr=1e-2, weight_decay=0.1)
@@ -231,3 +255,33 @@ def test_exact_zeros_are_judged() -> None:
     }
     found.add({"rows": rows, "keys": torch.ones(4), "bias": torch.zeros(2)}, 1e4)
     assert found.masks().keys() == {"bias"}
+
+
+def test_codes_of_rounding_are_no_alarm(pool: Any) -> None:
+    """They stand for next to nothing, whatever they are."""
+    first, _ = pool.run(judged, in_codes(), "dp2", world=2)[0]
+    assert first.passed, first
+
+
+CODES = "weft.engine.adamw8bit"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "seen"),
+    [
+        ("codes.clamp_(", "codes[0, :1] += 1; codes.clamp_(", "/exp_avg_sq after"),
+        ('_scale": scale}', '_scale": scale * (1 + 1e-8)}', "_scale after"),
+    ],
+)
+def test_other_codes_are_seen(pool: Any, old: str, new: str, seen: str) -> None:
+    """Of the last step, which changes no weight."""
+    mutant = Mutant(CODES, "_store", old, new)
+    first, _ = pool.run(judged_after_one, in_codes(), "dp2", mutant, world=2)[0]
+    assert not first.passed and first.first is not None
+    assert first.first.startswith("optimizer/") and seen in first.first, first
+
+
+def judged_after_one(case: Case, layout: str, *mutants: Mutant) -> tuple[LayoutResult, int]:
+    alone = run_reference(case, 1)
+    with mutated(*mutants):
+        return check_layout(case, layout, alone), 0

@@ -12,6 +12,7 @@ from weft.engine import TrainingEngine, local_tensor
 
 from .case import Case
 from .difference import Bounds, Difference
+from .moments import Moments
 from .noise import ALONE, FOLLOWS, OF_NOISE, noise_of, whole_of_noise
 from .reference import Reference, norms_of
 
@@ -163,7 +164,8 @@ def state_errors(
     weights = {k: v for k, v in reference.final.items() if k in engine.params}
     errors = weight_errors(engine, weights, "after the last step", reference, bounds)
     noise = noise_of(reference, bounds)
-    follows = whole_of_noise(noise)
+    follows, moments = whole_of_noise(noise), Moments(reference.final)
+    sizes = {**reference.final, **moments.sizes}
     held: dict[str, list] = {}
     problem = None
     try:
@@ -192,12 +194,12 @@ def state_errors(
                     f"{piece.name} does not lie as its parameter: a rank holds {here} of"
                     f" {piece.shape}"
                 )
-            floor = Bounds.small * _norm_like(piece.name, reference.final)
+            floor = Bounds.small * _norm_like(piece.name, sizes)
             here = piece.name, piece.tensor, piece.chunks, want
             if piece.name.startswith("outer/"):  # a difference of weights is measured as they are
                 found = _errors_apart(*here, norms_of({owner: weights[owner]})[0], noise.get(owner))
             else:
-                found = _errors_beside(*here, floor, follows)
+                found = _errors_beside(*here, floor, follows, moments)
             errors |= {f"{label} after the last step": error for label, error in found.items()}
     except ValueError as error:
         problem = f"not where the plan says: {error}"
@@ -212,10 +214,12 @@ def _errors_beside(
     want: Tensor,
     floor: float,
     follows: bool,
+    moments: Moments,
 ) -> dict[str, float]:
     """Errors of what has no elements as weights have. Those of buffers count for less where
     rounding moves weights that they may follow."""
-    error = tensor_error(tensor, parts, want, floor)
+    got, want = (moments.shares(name, each) for each in (tensor, want))
+    error = tensor_error(got, parts, want, floor, moments.times(name))
     if follows and not name.startswith("optimizer/"):
         return {f"{name} {FOLLOWS}": OF_NOISE * error}
     return {name: error}
@@ -252,6 +256,8 @@ def saved_state_errors(
     """
     _, typical = norms_of({name: final[name] for name in weights})
     errors, follows = dict[str, float](), whole_of_noise(noise)
+    moments = Moments(final)
+    sizes = {**final, **moments.sizes}
     for name in sorted(final.keys() | saved.keys(), key=lambda n: (n not in weights, n)):
         of_optimizer = name.startswith("optimizer/")
         if name not in final or name not in saved:
@@ -265,11 +271,11 @@ def saved_state_errors(
             errors |= _errors_apart(*here, floor, noise.get(name))
         elif owner in weights:  # averages, and differences of weights: measured as they are
             floor = norms_of({owner: final[owner]})[0] if name.startswith("outer/") else 0.0
-            floor = floor or bounds.small * _norm_like(name, final)
+            floor = floor or bounds.small * _norm_like(name, sizes)
             errors |= _errors_apart(*here, floor, noise.get(owner))
         else:
-            floor = bounds.small * _norm_like(name, final)
-            errors |= _errors_beside(*here, floor, follows)
+            floor = bounds.small * _norm_like(name, sizes)
+            errors |= _errors_beside(*here, floor, follows, moments)
     return errors
 
 
