@@ -115,6 +115,43 @@ def test_a_fault_of_replicas_is_seen(
     assert not any("Error" in shown for shown in wrong), wrong
 
 
+OF_BOTH_SIDES: dict[str, tuple[tuple[str, str, str, str], str]] = {
+    "samples of the first replica alone": (
+        (
+            "weft.core.data_order",
+            "data_rank_indices",
+            "micro * data_size + data_rank",
+            "micro * data_size",
+        ),
+        "sample 0 of a batch is taken 2 times",
+    ),
+    "masks that keep what they drop": (
+        ("weft.nn.dropout_rng", "Randomness.keep", "places, p, site", "places, 1.0 - p, site"),
+        "keeps",
+    ),
+    "seeds that do not differ": (
+        (
+            "weft.verification.replica_reference",
+            "_case_of",
+            "mix_key(case.seed, number) if number else case.seed",
+            "case.seed",
+        ),
+        "two replicas draw the same numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_BOTH_SIDES)
+def test_a_law_that_both_sides_break_is_named(tmp_path: Path, name: str) -> None:
+    change, law = OF_BOTH_SIDES[name]
+    run = load(tmp_path, SYNCS["local_sgd"])
+    with mutated(Mutant(*change)):
+        (found,) = define_training(*deep_case(run), "dp2")
+        proofs = training_proofs(found, "dp2", tmp_path)
+    (laws,) = [proof for proof in proofs if proof.what == "laws"]
+    assert not laws.equal and law in laws.shown, laws
+
+
 @pytest.mark.parametrize("name", SYNCS)
 def test_replicas_train_as_defined(
     defined: dict[str, TrainingDefinition], tmp_path: Path, name: str
@@ -124,6 +161,7 @@ def test_replicas_train_as_defined(
     assert defined[name].trajectory.happened >= {"clip"}
     shown = {proof.what: proof.shown for proof in proofs}
     assert shown["replicas"].startswith("2, by ")
+    assert shown["laws"] == "of masks, random numbers and who takes which samples"
     assert "bit for bit" in shown.values()
 
 

@@ -232,8 +232,9 @@ def _train_by_definition(
     count = plan.layout.replica_count if plan.replicas_step_independently else 1
 
     def train_with(rules: Any) -> Trajectory:
-        trainees, exchange = trainees_of(case, plan, validation, in_microbatches)
-        return train_plainly(trainees, rules, rates, every, exchange)
+        trainees = trainees_of(case, plan, validation, in_microbatches)
+        found = train_plainly(trainees.each, rules, rates, every, trainees.exchange)
+        return replace(found, broken=tuple(trainees.broken))
 
     runs = reachable_limits(run.train, train_with)
     return [
@@ -322,6 +323,8 @@ def _exercised(run: RunConfig, wanted: Trajectory) -> list[Proof]:
     faults = rate_faults(run)
     shown = "; ".join(faults) or rate_text(run)
     found.append(Proof("learning rate", shown, not faults))
+    shown = "; ".join(wanted.broken) or "of masks, random numbers and who takes which samples"
+    found.append(Proof("laws", shown, not wanted.broken))
     if t.clip is not None:
         shown = f"{len(wanted.clipped)} of {t.steps} steps, at norm {t.clip:.4g}"
         found.append(Proof("clipped", shown))

@@ -39,7 +39,8 @@ class Trajectory:
     `lines`: of each step, `validations` of those that have one; both as metrics.jsonl has them.
     `norms`: of all gradients of each step. `times`: how many times the usual norm and loss were,
     in the order in which steps were taken. `final`: weights, buffers, optimizer state. `noise`:
-    which elements of weights have gradients that are rounding alone.
+    which elements of weights have gradients that are rounding alone. `broken`: laws that what was
+    drawn breaks, or the division of samples or of weights among replicas.
     """
 
     lines: dict[int, Line] = field(default_factory=dict)
@@ -54,6 +55,7 @@ class Trajectory:
     final: dict[str, Tensor] = field(default_factory=dict)
     weights: frozenset[str] = frozenset()  # names of parameters
     noise: dict[str, Tensor] = field(default_factory=dict)
+    broken: tuple[str, ...] = ()
 
     def go_back(self, step: int) -> None:
         """Forget the steps after this one."""
