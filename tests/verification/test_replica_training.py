@@ -93,6 +93,12 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         "return own if",
         "return whole if",
     ),
+    "a checkpoint that the second replica does not save": (
+        LOOP,
+        "TrainLoop._save",
+        "if self.engine.replicas.servers_update and not self.engine.replicas.leads:",
+        "if self.engine.replicas.index and step == self.run.checkpoint.every:",
+    ),
     "anchors not loaded": (STEPS, "LocalStepReplicas.restored", "not self._anchored", "True"),
     "an exchange under way is not saved": (
         "weft.engine.replica_sync.outer_optimizer",
@@ -113,6 +119,16 @@ def test_a_fault_of_replicas_is_seen(
     wrong = [proof.shown for proof in proofs if not proof.equal]
     assert wrong
     assert not any("Error" in shown for shown in wrong), wrong
+
+
+def test_a_replica_that_dies_is_an_error_and_nothing_else(
+    defined: dict[str, TrainingDefinition], tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    dies = "assert not self.engine.replicas.index, 'no disk'; names, c ="
+    with mutated(Mutant(LOOP, "TrainLoop._save", "names, c =", dies)):
+        proofs = training_proofs(defined["streaming"], "dp2", tmp_path)
+    assert not proofs[0].equal and "does not run: AssertionError: no disk" in proofs[0].shown
+    assert "--resume" not in capfd.readouterr().err
 
 
 OF_BOTH_SIDES: dict[str, tuple[tuple[str, str, str, str], str]] = {

@@ -253,6 +253,9 @@ def _train(run: RunConfig, folder: Path, begin: Path | None = None) -> _Trained 
         whole = begin / CHECKPOINTS
         for kept in (whole, *whole.glob("replica-*")):  # each has its own, where they are apart
             saved = checkpoint_path(kept, step)
+            if not saved.exists():
+                whose = "" if kept == whole else f" of {kept.name}"
+                return f"has no checkpoint{whose} of step {step}"
             shutil.copytree(saved, folder / saved.relative_to(begin))
     try:
         _run_ranks(run, _quietly, run.model_copy(update={"output": str(folder)}), bool(begin))
@@ -272,7 +275,7 @@ def _run_ranks(run: RunConfig, function: Callable[..., Any], *args: Any) -> None
     """In the processes that `weft train` would start. Raises WorkerDied."""
     replicas = replica_ranks(run)
     if replicas:
-        run_replicas(function, replicas, *args, needed=range(len(replicas)))
+        run_replicas(function, replicas, *args, all_needed=True)
     else:
         run_workers(function, run.world, *args)
 
