@@ -191,3 +191,10 @@ def test_the_table_says_what_is_trained(tmp_path: Path) -> None:
     assert "with --deep: saving; resuming on the same layout" in table(SYNCS["streaming"])
     servers = table('name = "parameter_server"\nservers = 1\nstaleness = 2\n')
     assert "with --deep: validation, with allreduce" in servers
+    falls = "learning rate: 60 steps of warm-up, cosine"
+    assert f"with --deep: {falls}, with allreduce" in servers
+    assert f"with --deep: {falls}" in table(SYNCS["streaming"])
+    coded = table('name = "bmuf"\nperiod = 5\ncodec = "int8"\n')
+    trained = [row for row in coded if row.startswith("with --deep: ")]
+    assert len(trained) > 3 and all(row.endswith(", with codec identity") for row in trained)
+    assert "with --deep: saving; resuming on the same layout, with codec identity" in coded
