@@ -18,11 +18,13 @@ from weft.optimizers import make_optimizer
 from weft.verification import verify_case
 from weft.verification.case import Case
 from weft.verification.compare import check_layout
+from weft.verification.difference import Bounds
 from weft.verification.layout_result import LayoutResult
 from weft.verification.noise import NoiseElements
 from weft.verification.reference import run_reference
 from weft.verification.report import VerifyReport, result_table
 from weft.verification.rounding import MOST, may_be_rounding, measure_rounding, within_rounding
+from weft.verification.tensor_errors import saved_state_errors
 
 STEPS = 3
 UPDATE = "weft.engine.grad_update"
@@ -285,3 +287,13 @@ def judged_after_one(case: Case, layout: str, *mutants: Mutant) -> tuple[LayoutR
     alone = run_reference(case, 1)
     with mutated(*mutants):
         return check_layout(case, layout, alone), 0
+
+
+def test_what_is_kept_of_a_weight_follows_that_weight() -> None:
+    """Another weight's rounding is no reason to look less closely."""
+    final = {n: torch.ones(4) for n in ("a", "b", "outer/a/momentum", "outer/b/momentum")}
+    saved = {n: t * (1.1 if n.startswith("outer/") else 1.0) for n, t in final.items()}
+    noise = {"b": torch.ones(4, dtype=torch.bool)}
+    found = saved_state_errors(saved, final, ["a", "b"], noise, Bounds())
+    assert found["outer/a/momentum"] == pytest.approx(0.1)
+    assert found["outer/b/momentum (4 elements of rounding alone)"] == pytest.approx(1e-4)
