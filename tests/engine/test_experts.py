@@ -20,6 +20,7 @@ from weft.core.errors import Refusal
 from weft.core.run_config import RunConfig
 from weft.engine import Engine
 from weft.launch.local_workers import Pool
+from weft.nn.expert_roles import why_none_of
 from weft.nn.losses import next_token
 from weft.nn.models import decoder
 from weft.nn.models.decoder import rotary_table
@@ -421,10 +422,33 @@ def test_experts_that_compute_something_else_on_ranks_are_refused(pool: Pool, ki
 
 
 def test_what_is_passed_over_is_named() -> None:
-    with pytest.raises(
-        Refusal, match=r"experts is none, as its parameter scale \[32\] has no part for each of 4"
-    ):
+    named = (
+        r"experts is not taken for experts: its parameter scale \[32\] has no part for each of 4"
+    )
+    with pytest.raises(Refusal, match=named):
         begin("scale", "ep2")
+
+
+class Stacked(nn.Module):
+    """Matrices of its own, of which dim 0 is `counts`; beside a linear, if there is one."""
+
+    def __init__(self, *counts: int, linear: bool = False):
+        super().__init__()
+        for number, count in enumerate(counts):
+            self.register_parameter(f"table{number}", nn.Parameter(torch.zeros(count, 6, 6)))
+        if linear:
+            self.out = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return x
+
+
+def test_what_is_like_experts() -> None:
+    """As many matrices of each kind; and not the table of positions of an attention's heads."""
+    like = "0 is not taken for experts: it has no attribute num_experts"
+    assert why_none_of(nn.Sequential(Stacked(4, 4))) == like
+    for other in (Stacked(1), Stacked(4, 6), Stacked(4, linear=True)):
+        assert why_none_of(nn.Sequential(other)) == ""
 
 
 @pytest.mark.parametrize("sync", ["local_sgd", "parameter_server"])

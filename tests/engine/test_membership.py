@@ -466,6 +466,14 @@ def test_one_that_is_needed_ends_the_run() -> None:
         replica_workers.run_replicas(always, [[0], [1]], needed={1})
 
 
+def test_all_may_be_needed(capfd: pytest.CaptureFixture) -> None:
+    """The first failure is the error, and nobody serves the others."""
+    with pytest.raises(WorkerDied, match="incarnation 0 is no better"):
+        replica_workers.run_replicas(always, [[0], [1]], all_needed=True)
+    said = capfd.readouterr().err
+    assert "serves the others" not in said and "started anew" not in said
+
+
 def raising() -> None:
     raise ValueError("the tea is cold")
 

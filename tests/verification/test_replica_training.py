@@ -93,6 +93,12 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         "return own if",
         "return whole if",
     ),
+    "a checkpoint that the second replica does not save": (
+        LOOP,
+        "TrainLoop._save",
+        "if self.engine.replicas.servers_update and not self.engine.replicas.leads:",
+        "if self.engine.replicas.index and step == self.run.checkpoint.every:",
+    ),
     "anchors not loaded": (STEPS, "LocalStepReplicas.restored", "not self._anchored", "True"),
     "an exchange under way is not saved": (
         "weft.engine.replica_sync.outer_optimizer",
@@ -115,6 +121,53 @@ def test_a_fault_of_replicas_is_seen(
     assert not any("Error" in shown for shown in wrong), wrong
 
 
+def test_a_replica_that_dies_is_an_error_and_nothing_else(
+    defined: dict[str, TrainingDefinition], tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    dies = "assert not self.engine.replicas.index, 'no disk'; names, c ="
+    with mutated(Mutant(LOOP, "TrainLoop._save", "names, c =", dies)):
+        proofs = training_proofs(defined["streaming"], "dp2", tmp_path)
+    assert not proofs[0].equal and "does not run: AssertionError: no disk" in proofs[0].shown
+    assert "--resume" not in capfd.readouterr().err
+
+
+OF_BOTH_SIDES: dict[str, tuple[tuple[str, str, str, str], str]] = {
+    "samples of the first replica alone": (
+        (
+            "weft.core.data_order",
+            "data_rank_indices",
+            "micro * data_size + data_rank",
+            "micro * data_size",
+        ),
+        "sample 0 of a batch is taken 2 times",
+    ),
+    "masks that keep what they drop": (
+        ("weft.nn.dropout_rng", "Randomness.keep", "places, p, site", "places, 1.0 - p, site"),
+        "keeps",
+    ),
+    "seeds that do not differ": (
+        (
+            "weft.verification.replica_reference",
+            "_case_of",
+            "mix_key(case.seed, number) if number else case.seed",
+            "case.seed",
+        ),
+        "two replicas draw the same numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_BOTH_SIDES)
+def test_a_law_that_both_sides_break_is_named(tmp_path: Path, name: str) -> None:
+    change, law = OF_BOTH_SIDES[name]
+    run = load(tmp_path, SYNCS["local_sgd"])
+    with mutated(Mutant(*change)):
+        (found,) = define_training(*deep_case(run), "dp2")
+        proofs = training_proofs(found, "dp2", tmp_path)
+    (laws,) = [proof for proof in proofs if proof.what == "laws"]
+    assert not laws.equal and law in laws.shown, laws
+
+
 @pytest.mark.parametrize("name", SYNCS)
 def test_replicas_train_as_defined(
     defined: dict[str, TrainingDefinition], tmp_path: Path, name: str
@@ -124,6 +177,7 @@ def test_replicas_train_as_defined(
     assert defined[name].trajectory.happened >= {"clip"}
     shown = {proof.what: proof.shown for proof in proofs}
     assert shown["replicas"].startswith("2, by ")
+    assert shown["laws"] == "of masks, random numbers and who takes which samples"
     assert "bit for bit" in shown.values()
 
 
@@ -138,3 +192,10 @@ def test_the_table_says_what_is_trained(tmp_path: Path) -> None:
     servers = table('name = "parameter_server"\nservers = 1\nstaleness = 2\n')
     assert "with --deep: validation, with allreduce" in servers
     assert "not checked: messages between replicas that step by themselves" in servers
+    falls = "learning rate: 60 steps of warm-up, cosine"
+    assert f"with --deep: {falls}, with allreduce" in servers
+    assert f"with --deep: {falls}" in table(SYNCS["streaming"])
+    coded = table('name = "bmuf"\nperiod = 5\ncodec = "int8"\n')
+    trained = [row for row in coded if row.startswith("with --deep: ")]
+    assert len(trained) > 3 and all(row.endswith(", with codec identity") for row in trained)
+    assert "with --deep: saving; resuming on the same layout, with codec identity" in coded

@@ -18,10 +18,13 @@ from weft.optimizers import make_optimizer
 from weft.verification import verify_case
 from weft.verification.case import Case
 from weft.verification.compare import check_layout
+from weft.verification.difference import Bounds
 from weft.verification.layout_result import LayoutResult
+from weft.verification.noise import NoiseElements
 from weft.verification.reference import run_reference
 from weft.verification.report import VerifyReport, result_table
 from weft.verification.rounding import MOST, may_be_rounding, measure_rounding, within_rounding
+from weft.verification.tensor_errors import saved_state_errors
 
 STEPS = 3
 UPDATE = "weft.engine.grad_update"
@@ -59,6 +62,71 @@ def growing() -> Case:
 
 def steady() -> Case:
     return SUBJECTS["decoder"].case()
+
+
+class FusedKeys(nn.Module):
+    """The same with one linear for queries, keys and values: of its bias, a third is rounding."""
+
+    def __init__(self, dim: int = 16, heads: int = 4, depth: int = 2):
+        super().__init__()
+        self.embedding, self.heads = nn.Embedding(VOCAB, dim), heads
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"qkv": nn.Linear(dim, 3 * dim), "out": nn.Linear(dim, dim)})
+            for _ in range(depth)
+        )
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            parts = block["qkv"](x).chunk(3, -1)
+            q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + block["out"](y.transpose(1, 2).flatten(2))
+        return self.head(self.norm(x))
+
+
+class FreeBias(nn.Module):
+    """A bias that a batch norm takes away again, and follows."""
+
+    def __init__(self, dim: int = 16):
+        super().__init__()
+        self.embedding, self.up = nn.Embedding(VOCAB, dim), nn.Linear(dim, dim)
+        self.norm, self.head = nn.BatchNorm1d(dim), nn.Linear(dim, VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.up(self.embedding(input_ids)).transpose(1, 2)
+        return self.head(F.gelu(self.norm(x)).transpose(1, 2))
+
+
+class OneExpert(nn.Module):
+    """A router that chooses one expert, whose weight it makes 1: rounding alone comes to it."""
+
+    def __init__(self, dim: int = 16, count: int = 4):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, dim)
+        self.router = nn.Linear(dim, count, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(dim, dim) for _ in range(count))
+        self.head = nn.Linear(dim, VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        weights, chosen = self.router(x).softmax(-1).topk(1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        every = torch.stack([expert(x) for expert in self.experts], -2)
+        taken = every.gather(-2, chosen[..., None].expand(*chosen.shape, x.shape[-1]))
+        return self.head(x + (weights[..., None] * taken).sum(-2))
+
+
+def in_codes() -> Case:
+    optimizer: Any = make_optimizer("adamw8bit", lr=1e-2)
+    return replace(Subject(OneExpert).case(), optimizer=optimizer)
+
+
+def by_sign(model: Any = FusedKeys) -> Case:
+    """Lion makes a step of full size of rounding."""
+    optimizer: Any = make_optimizer("lion", lr=1e-2, weight_decay=0.1)
+    return replace(Subject(model).case(), optimizer=optimizer)
 
 
 def scaled(factor: str) -> Mutant:
@@ -133,3 +201,99 @@ def test_what_has_no_error_is_not_measured(pool: Any) -> None:
 def _swapped(case: Case, step: int, data_rank: int, data_size: int) -> Any:
     found = case.batch(step, data_rank, data_size)
     return {key: torch.roll(value, 1, 0) if step else value for key, value in found.items()}
+
+
+@pytest.mark.parametrize("model", [FusedKeys, KeyBiases, FreeBias])
+def test_signs_of_rounding_are_no_alarm(model: Any) -> None:
+    report = verify_case(by_sign(model), ["dp2"], STEPS)
+    assert report.passed, report.text()
+    alone = [name for name in report.results[0].widened if "elements of rounding alone" in name]
+    assert alone
+    if model is FusedKeys:
+        assert all(".qkv.bias (16 elements of rounding alone) after" in name for name in alone)
+    assert "elements of rounding alone) after" in report.text()
+
+
+LION = "weft.engine.lion", "_update", "torch._foreach_add_(weights, steps, alpha=-lr)"
+OF_A_BIAS = "grads['blocks.0.qkv.bias']"
+BESIDE: dict[str, tuple[Mutant, str]] = {
+    # what is left of a fused bias has gradients as any other weight
+    "gradients of queries": (
+        Mutant(
+            UPDATE,
+            "GradUpdate.__call__",
+            "scale_grads(",
+            f"{OF_A_BIAS}[:16].mul_(1.0 + 1e-8), scale_grads(",
+        ),
+        "gradient of blocks.0.qkv.bias (",
+    ),
+    "weights of queries": (
+        Mutant(*LION, f"{LION[2]}; [w[:16].mul_(1.0 + 1e-6) for w in weights if w.shape == (48,)]"),
+        "blocks.0.qkv.bias after step 0",
+    ),
+    "weights of keys, further than rounding takes them": (
+        Mutant(*LION, f"{LION[2]}; [w[16:32].add_(1.0) for w in weights if w.shape == (48,)]"),
+        "blocks.0.qkv.bias (16 elements of rounding alone) after step 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_beside_them_a_fault_is_seen(pool: Any, name: str) -> None:
+    mutant, seen = BESIDE[name]
+    _, last = pool.run(judged, by_sign(), "dp2", mutant, world=2)[0]
+    assert not last.passed and last.first.startswith(seen), last
+
+
+def test_exact_zeros_are_judged() -> None:
+    """A row of an embedding that no token has is not what rounding left."""
+    found = NoiseElements()
+    rows, keys = torch.ones(3, 4), torch.ones(4)
+    rows[1], keys[2:] = 0.0, torch.tensor([0.0, 1e-16])
+    found.add({"rows": rows, "keys": keys, "bias": torch.full((2,), 1e-15)}, 1e4)
+    assert {name: mask.tolist() for name, mask in found.masks().items()} == {
+        "keys": [False, False, True, True],
+        "bias": [True, True],
+    }
+    found.add({"rows": rows, "keys": torch.ones(4), "bias": torch.zeros(2)}, 1e4)
+    assert found.masks().keys() == {"bias"}
+
+
+def test_codes_of_rounding_are_no_alarm(pool: Any) -> None:
+    """They stand for next to nothing, whatever they are."""
+    first, _ = pool.run(judged, in_codes(), "dp2", world=2)[0]
+    assert first.passed, first
+
+
+CODES = "weft.engine.adamw8bit"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "seen"),
+    [
+        ("codes.clamp_(", "codes[0, :1] += 1; codes.clamp_(", "/exp_avg_sq after"),
+        ('_scale": scale}', '_scale": scale * (1 + 1e-8)}', "_scale after"),
+    ],
+)
+def test_other_codes_are_seen(pool: Any, old: str, new: str, seen: str) -> None:
+    """Of the last step, which changes no weight."""
+    mutant = Mutant(CODES, "_store", old, new)
+    first, _ = pool.run(judged_after_one, in_codes(), "dp2", mutant, world=2)[0]
+    assert not first.passed and first.first is not None
+    assert first.first.startswith("optimizer/") and seen in first.first, first
+
+
+def judged_after_one(case: Case, layout: str, *mutants: Mutant) -> tuple[LayoutResult, int]:
+    alone = run_reference(case, 1)
+    with mutated(*mutants):
+        return check_layout(case, layout, alone), 0
+
+
+def test_what_is_kept_of_a_weight_follows_that_weight() -> None:
+    """Another weight's rounding is no reason to look less closely."""
+    final = {n: torch.ones(4) for n in ("a", "b", "outer/a/momentum", "outer/b/momentum")}
+    saved = {n: t * (1.1 if n.startswith("outer/") else 1.0) for n, t in final.items()}
+    noise = {"b": torch.ones(4, dtype=torch.bool)}
+    found = saved_state_errors(saved, final, ["a", "b"], noise, Bounds())
+    assert found["outer/a/momentum"] == pytest.approx(0.1)
+    assert found["outer/b/momentum (4 elements of rounding alone)"] == pytest.approx(1e-4)

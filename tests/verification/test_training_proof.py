@@ -230,3 +230,44 @@ def test_all_of_it_happens(defined: list[TrainingDefinition], tmp_path: Path, la
     with_skip, with_rollback = (each.trajectory.happened for each in defined)
     assert with_skip == {"clip", "skip"}
     assert with_rollback == {"clip", "rollback"}
+
+
+BY_SIGN = """
+[model]
+build = "tests.verification.test_rounding:FusedKeys"
+[data]
+build = "tests.verification.test_training_proof:Padded"
+[layout]
+axes = "dp2"
+[train]
+batch = 4
+steps = 400
+ema = 0.9
+[optimizer]
+name = "lion"
+lr = 1e-2
+"""
+
+
+def of_signs(folder: Path) -> TrainingDefinition:
+    path = folder / "run.toml"
+    path.write_text(BY_SIGN)
+    return define_training(*deep_case(load_run(path)))[0]
+
+
+def test_signs_of_rounding_are_left_out(tmp_path: Path) -> None:
+    proofs = training_proofs(of_signs(tmp_path), "dp2", tmp_path)
+    assert all(proof.equal for proof in proofs), proofs
+    told = "left out: blocks.0.qkv.bias (16 elements of rounding alone), "
+    assert told in proofs[0].shown
+    assert "ema/blocks.0.qkv.bias (16 elements" in proofs[0].shown
+
+
+def test_beside_them_the_rest_is_not(tmp_path: Path) -> None:
+    """Of the same bias, the elements that are no rounding."""
+    old = "torch._foreach_add_(weights, steps, alpha=-lr)"
+    new = f"{old}; [w[32:].mul_(1.0 + 1e-6) for w in weights if w.shape == (48,)]"
+    with mutated(Mutant("weft.engine.lion", "_update", old, new)):
+        proof = training_proofs(of_signs(tmp_path), "dp2", tmp_path)[0]
+    assert not proof.equal and "left out: blocks.0.qkv.bias (16 elements" in proof.shown
+    assert "first difference: loss of step" in proof.shown

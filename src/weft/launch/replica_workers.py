@@ -43,6 +43,7 @@ def run_replicas(
     threads: int | None = None,
     backend: Backend = "gloo",
     needed: Collection[int] = (),
+    all_needed: bool = False,
     hang_s: float | None = None,
 ) -> list[Any]:
     """Run a function in the processes of replicas, each of which has a process group of its own.
@@ -54,13 +55,14 @@ def run_replicas(
         threads: torch threads of each process; default: cores over processes.
         backend: "gloo" or "nccl".
         needed: replicas without which the others cannot continue.
+        all_needed: whether any failure ends the run, with nothing said but the error.
         hang_s: `train.hang_s` of the run.
 
     Returns:
         The results in rank order; None for the ranks of a replica that failed for good.
 
     Raises:
-        WorkerDied: a needed replica failed, or the last one; a Refusal is raised as it is.
+        WorkerDied: a replica failed that is needed, or the last one; a Refusal is raised as it is.
     """
     folder = ScratchFolder()
     every: list[WorkerProcess] = []
@@ -126,7 +128,7 @@ def run_replicas(
                                 f"replica {replica}, which serves the others, has failed; --resume"
                                 " goes on"
                             )
-                        if replica in needed:
+                        if all_needed or replica in needed:
                             raise
                         if not (running or done):
                             raise first from None

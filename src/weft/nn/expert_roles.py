@@ -64,7 +64,8 @@ def why_none_of(model: nn.Module) -> str:
 
     near = [(n, m) for n, m in model.named_modules() if n and (_expert_count(m) or _is_stack(m))]
     near.sort(key=lambda each: differs(each[1]))
-    return next((f"{name} is none, as {_why_no_experts(module)}" for name, module in near), "")
+    told = (f"{name} is not taken for experts: {_why_no_experts(m)}" for name, m in near)
+    return next(told, "")
 
 
 def _takes_routing(module: nn.Module) -> bool:
@@ -72,16 +73,21 @@ def _takes_routing(module: nn.Module) -> bool:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Whether it has matrices one behind the other, is none of torch's, and takes a routing."""
+    """Whether it has matrices one behind the other, as many of each, is none of torch's, and takes
+    a routing."""
     own = not type(module).__module__.startswith("torch.nn.")
-    matrices = [p for p in module._parameters.values() if p is not None and p.ndim > 2]
-    return own and bool(matrices) and _takes_routing(module)
+    stacks = any(p is not None and p.ndim > 2 for p in module._parameters.values())
+    counts = {p.shape[0] for p in module.parameters() if p.ndim > 1}
+    one_count = len(counts) == 1 and min(counts) > 1
+    return own and stacks and one_count and _takes_routing(module)
 
 
 def _why_no_experts(module: nn.Module) -> str | None:
     """Why a module that counts experts, or is like one that holds them, is not taken for one."""
     if not _expert_count(module):
-        return "it does not say their number by num_experts"
+        if not hasattr(module, "num_experts"):
+            return "it has no attribute num_experts"
+        return f"its num_experts is {module.num_experts!r}, no count of two or more"
     inner = next(
         (name for name, child in module.named_children() if any(True for _ in child.parameters())),
         None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.core import OFF, PrecisionConfig, RunConfig
+from weft.core import OFF, PrecisionConfig, RunConfig, SyncConfig
 
 from .difference import BOUNDS
 from .training_check import TrainingResult, rate_text
@@ -57,9 +57,9 @@ def coverage(
     deep, exact, by_deep = CHECKED if trained else DEEP, exact_sync(run.sync), deep_sync(run.sync)
     if exact.name != run.sync.name:
         rows.append(Covered(NOT, "messages between replicas that step by themselves"))
-    short = "" if by_deep.name == run.sync.name else f", with {by_deep.name}"  # what trains then
+    short = _trained_with(run.sync, by_deep)
     happened = {what for result in trained for what in result.happened}
-    rows.append(Covered(deep, f"learning rate: {rate_text(run)}"))
+    rows.append(Covered(deep, f"learning rate: {rate_text(run)}{short}"))
     for key, what in (
         ("clip", "clipping, below and above the norm"),
         ("skip", "steps left out by train.skip"),
@@ -68,11 +68,11 @@ def coverage(
         if getattr(t, key) is not None:
             rows.append(Covered(NOT if trained and key not in happened else deep, what + short))
     if t.ema is not None:
-        rows.append(Covered(deep, "averages of weights: train.ema"))
+        rows.append(Covered(deep, f"averages of weights: train.ema{short}"))
     if t.eval_every:
         rows.append(Covered(deep, f"validation{short}"))
     if by_deep.name != exact.name:
-        rows.append(Covered(deep, "saving; resuming on the same layout"))
+        rows.append(Covered(deep, f"saving; resuming on the same layout{short}"))
         rows.append(Covered(NOT, f"resuming under {by_deep.name} on another layout"))
     else:
         rows.append(Covered(deep, f"saving; resuming on the same layout and on others{short}"))
@@ -102,6 +102,13 @@ def coverage_text(rows: list[Covered]) -> str:
 
 def _order(row: Covered) -> int:
     return (CHECKED, DEEP, NOT).index(row.how)
+
+
+def _trained_with(asked: SyncConfig, by_deep: SyncConfig) -> str:
+    """What --deep trains with in place of what the run does."""
+    if by_deep.name != asked.name:
+        return f", with {by_deep.name}"
+    return "" if by_deep.codec == asked.codec else f", with codec {by_deep.codec}"
 
 
 def _name(precision: PrecisionConfig) -> str:

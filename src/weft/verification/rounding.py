@@ -16,14 +16,15 @@ from weft.train import in_dtype
 from .case import Case
 from .difference import Bounds, Difference
 from .layout_result import LayoutResult
+from .noise import ALONE, from_rounding, noise_of
 from .reference import Reference, run_reference
 from .replica_reference import run_replicas
-from .tensor_errors import error_ratio, of_rounding, saved_state_errors, tensor_error
+from .tensor_errors import error_ratio, saved_state_errors, tensor_error
 
 ROUNDINGS = 4.0  # by how many a weight is changed, up or down: a layout sums in another order
 RUNS = 3  # with other changes
 FACTOR = 4.0  # how much further from one device a layout may be than that is from itself
-MOST = 1e-5  # a larger error is no rounding, whatever a run makes of it
+MOST = 1e-5  # a larger error is no rounding, whatever a run makes of it, where a gradient is more
 SUMMED = ("loss", "gradient", "norm", "weight")  # kinds of differences that have an error
 
 Errors = dict[str, float]
@@ -41,7 +42,8 @@ def errors_beyond(errors: Mapping[str, Errors], found: list[Difference], bounds:
     if any(other for _, other in everyone):
         return {}
     largest = _largest(beyond for beyond, _ in everyone)
-    return largest if all(error < MOST for error in largest.values()) else {}
+    may_be = all(error < MOST or from_rounding(name) for name, error in largest.items())
+    return largest if may_be else {}
 
 
 def may_be_rounding(result: LayoutResult, case: Case, reference: Reference) -> bool:
@@ -69,7 +71,12 @@ def measure_rounding(case: Case, layout: str, reference: Reference) -> Errors:
 
 def within_rounding(result: LayoutResult, measured: Errors) -> LayoutResult:
     """The result with wider bounds where rounding grows; as it was, if they do not hold either."""
-    bounds = {name: FACTOR * measured.get(name, 0.0) for name in result.beyond}
+    # few elements may happen to move as before: all together tell what an optimizer makes of them
+    alone = max((error for name, error in measured.items() if ALONE in name), default=0.0)
+    bounds = {
+        name: FACTOR * (alone if ALONE in name else measured.get(name, 0.0))
+        for name in result.beyond
+    }
     if not all(error < bounds[name] for name, error in result.beyond.items()):
         return result
     return replace(result, first=None, widened=bounds)
@@ -99,7 +106,7 @@ def _errors_between(one: Reference, other: Reference) -> Errors:
             parts, floor = whole_shard(name, got).chunks, bounds.small * norm
             error = tensor_error(got, parts, want, floor)
             found[f"gradient of {name} at step {step}"] = error
-    noise = of_rounding(one, bounds)
+    noise = noise_of(one, bounds)
     for when, got, want in (
         ("after step 0", other.updated | other.buffers, one.updated | one.buffers),
         ("after the last step", other.final, one.final),

@@ -12,6 +12,8 @@ from weft.engine import TrainingEngine, local_tensor
 
 from .case import Case
 from .difference import Bounds, Difference
+from .moments import Moments
+from .noise import ALONE, FOLLOWS, OF_NOISE, noise_of, whole_of_noise
 from .reference import Reference, norms_of
 
 
@@ -113,12 +115,6 @@ def common_factor(
     return r if same else None
 
 
-# below this part of all gradients in float64, a gradient is what rounding left of zero
-NOISE = 1e-12
-# an optimizer that divides by the size of a gradient makes more of that
-OF_NOISE = 1e-3
-
-
 def weight_errors(
     engine: TrainingEngine,
     wants: dict[str, Tensor],
@@ -126,40 +122,51 @@ def weight_errors(
     reference: Reference,
     bounds: Bounds,
 ) -> dict[str, float]:
-    """Errors of weights, by name and `when`. Those of weights whose gradient is rounding alone, as
-    of a bias before a norm, count for less."""
+    """Errors of weights, by name and `when`. Those of elements whose gradient is rounding alone are
+    named apart, and count for less."""
     _, typical = norms_of(wants)
-    errors, noise = {}, of_rounding(reference, bounds)
+    errors, noise = dict[str, float](), noise_of(reference, bounds)
     for name, p in engine.params.items():
         if name in wants:
             # elements far below the typical size are measured against that
             floor = bounds.typical * typical * sqrt(wants[name].numel())
-            error = tensor_error(
-                local_tensor(p.detach()), chunks_of(engine.segments(name)), wants[name], floor
-            )
-            errors[f"{name} {when}"] = error * (OF_NOISE if name in noise else 1.0)
+            here = local_tensor(p.detach()), chunks_of(engine.segments(name))
+            found = _errors_apart(name, *here, wants[name], floor, noise.get(name))
+            errors |= {f"{label} {when}": error for label, error in found.items()}
     return errors
 
 
 def buffer_errors(engine: TrainingEngine, reference: Reference, bounds: Bounds) -> dict[str, float]:
     """Errors of buffers after step 0, where replicas have the same."""
     wants = {} if engine.replicas.independent else reference.buffers
-    count, errors = OF_NOISE if of_rounding(reference, bounds) else 1.0, {}
+    follows, errors = whole_of_noise(noise_of(reference, bounds)), dict[str, float]()
+    moments = Moments({})
     for piece in engine.tensors() if wants else ():
         if piece.name in wants:
             floor = Bounds.small * _norm_like(piece.name, wants)
-            error = tensor_error(piece.tensor, piece.chunks, wants[piece.name], floor)
-            errors[f"{piece.name} after step 0"] = error * count
+            here = piece.name, piece.tensor, piece.chunks, wants[piece.name]
+            found = _errors_beside(*here, floor, follows, moments)
+            errors |= {f"{label} after step 0": error for label, error in found.items()}
     return errors
 
 
-def of_rounding(reference: Reference, bounds: Bounds) -> frozenset[str]:
-    """Weights that got a gradient, and in no step more than rounding leaves in float64."""
-    if bounds.precision != Bounds.precision or not reference.gradients:
-        return frozenset()
-    found = frozenset(reference.gradients[0])
-    for gradients, norm in zip(reference.gradients, reference.norms, strict=True):
-        found &= {n for n, g in gradients.items() if float(g.abs().norm()) < NOISE * norm}
+def _errors_apart(
+    name: str,
+    tensor: Tensor,
+    parts: tuple[Chunk, ...],
+    want: Tensor,
+    floor: float,
+    noise: Tensor | None,
+) -> dict[str, float]:
+    """Errors of a tensor that has elements as a weight has, those that are `noise` by themselves:
+    named and measured as one where there are none."""
+    if noise is None or noise.shape != want.shape:
+        return {name: tensor_error(tensor, parts, want, floor)}
+    found = {}
+    if not noise.all():
+        found[name] = tensor_error(tensor, parts, want, floor, ~noise)
+    alone = f"{name} ({int(noise.sum())} elements {ALONE})"
+    found[alone] = OF_NOISE * tensor_error(tensor, parts, want, floor, noise)
     return found
 
 
@@ -167,11 +174,12 @@ def state_errors(
     engine: TrainingEngine, reference: Reference, bounds: Bounds
 ) -> tuple[dict[str, float], str | None]:
     """Weights, buffers and optimizer state after the last step, and whether each lies, once, where
-    the plan says. Errors of buffers count for less if rounding moves weights: the running mean of a
-    batch norm follows the bias before it."""
+    the plan says."""
     weights = {k: v for k, v in reference.final.items() if k in engine.params}
     errors = weight_errors(engine, weights, "after the last step", reference, bounds)
-    of_buffers = OF_NOISE if of_rounding(reference, bounds) else 1.0
+    noise = noise_of(reference, bounds)
+    follows, moments = whole_of_noise(noise), Moments(reference.final)
+    sizes = {**reference.final, **moments.sizes}
     held: dict[str, list] = {}
     problem = None
     try:
@@ -200,18 +208,35 @@ def state_errors(
                     f"{piece.name} does not lie as its parameter: a rank holds {here} of"
                     f" {piece.shape}"
                 )
-            floor = Bounds.small * _norm_like(piece.name, reference.final)
+            floor = Bounds.small * _norm_like(piece.name, sizes)
+            here = piece.name, piece.tensor, piece.chunks, want
             if piece.name.startswith("outer/"):  # a difference of weights is measured as they are
-                floor = norms_of({owner: weights[owner]})[0]
-            error = tensor_error(piece.tensor, piece.chunks, want, floor)
-            of_optimizer = piece.name.startswith("optimizer/")
-            errors[f"{piece.name} after the last step"] = error * (
-                1.0 if of_optimizer else of_buffers
-            )
+                found = _errors_apart(*here, norms_of({owner: weights[owner]})[0], noise.get(owner))
+            else:
+                found = _errors_beside(*here, floor, follows, moments)
+            errors |= {f"{label} after the last step": error for label, error in found.items()}
     except ValueError as error:
         problem = f"not where the plan says: {error}"
     coverage = coverage_gap(held, reference)
     return errors, problem or coverage
+
+
+def _errors_beside(
+    name: str,
+    tensor: Tensor,
+    parts: tuple[Chunk, ...],
+    want: Tensor,
+    floor: float,
+    follows: bool,
+    moments: Moments,
+) -> dict[str, float]:
+    """Errors of what has no elements as weights have. Those of buffers count for less where
+    rounding moves weights that they may follow."""
+    got, want = (moments.shares(name, each) for each in (tensor, want))
+    error = tensor_error(got, parts, want, floor, moments.times(name))
+    if follows and not name.startswith("optimizer/"):
+        return {f"{name} {FOLLOWS}": OF_NOISE * error}
+    return {name: error}
 
 
 def _norm_like(name: str, final: Mapping[str, Tensor]) -> float:
@@ -231,7 +256,7 @@ def saved_state_errors(
     saved: Mapping[str, Tensor],
     final: Mapping[str, Tensor],
     weights: Collection[str],
-    noise: Collection[str],
+    noise: Mapping[str, Tensor],
     bounds: Bounds,
 ) -> dict[str, float]:
     """Errors of what a checkpoint holds, by name, those of weights first.
@@ -240,27 +265,38 @@ def saved_state_errors(
         saved: whole weights, buffers, optimizer state.
         final: the same of one device.
         weights: the names of parameters.
-        noise: those whose gradients are rounding alone.
+        noise: by weight, which elements have gradients that are rounding alone.
         bounds: within which both are equal.
     """
     _, typical = norms_of({name: final[name] for name in weights})
-    errors = {}
+    errors, follows = dict[str, float](), whole_of_noise(noise)
+    moments = Moments(final)
+    sizes = {**final, **moments.sizes}
     for name in sorted(final.keys() | saved.keys(), key=lambda n: (n not in weights, n)):
         of_optimizer = name.startswith("optimizer/")
         if name not in final or name not in saved:
             if not of_optimizer:  # else a gradient that never came
                 errors[f"{name} (on one side only)"] = inf
             continue
-        floor, owner = bounds.typical * typical * sqrt(final[name].numel()), name.split("/")[1:2]
-        if name.startswith("outer/"):  # a difference of weights is measured as they are
-            floor = norms_of({n: final[n] for n in owner})[0]
-        elif name not in weights:
-            floor = bounds.small * _norm_like(name, final)
-        parts = whole_shard(name, saved[name]).chunks
-        error = tensor_error(saved[name], parts, final[name], floor)
-        follows = name in noise or (noise and name not in weights and not of_optimizer)
-        errors[name] = error * (OF_NOISE if follows else 1.0)
+        here = name, saved[name], whole_shard(name, saved[name]).chunks, final[name]
+        owner = _owner_of(name)
+        if name in weights:
+            floor = bounds.typical * typical * sqrt(final[name].numel())
+            errors |= _errors_apart(*here, floor, noise.get(name))
+        elif owner in weights:  # averages, and differences of weights: measured as they are
+            floor = norms_of({owner: final[owner]})[0] if name.startswith("outer/") else 0.0
+            floor = floor or bounds.small * _norm_like(name, sizes)
+            errors |= _errors_apart(*here, floor, noise.get(owner))
+        else:
+            floor = bounds.small * _norm_like(name, sizes)
+            errors |= _errors_beside(*here, floor, follows, moments)
     return errors
+
+
+def _owner_of(name: str) -> str:
+    """The weight whose elements this tells something of, if it does."""
+    kind, _, rest = name.partition("/")
+    return rest if kind == "ema" else rest.rpartition("/")[0] if kind == "outer" else ""
 
 
 def coverage_gap(held: dict[str, list], reference: Reference) -> str | None:
@@ -277,17 +313,24 @@ def coverage_gap(held: dict[str, list], reference: Reference) -> str | None:
     return None
 
 
-def tensor_error(tensor: Tensor, parts: tuple[Chunk, ...], want: Tensor, floor: float) -> float:
-    """Error of this rank's chunks relative to the norm of the whole tensor."""
+def tensor_error(
+    tensor: Tensor,
+    parts: tuple[Chunk, ...],
+    want: Tensor,
+    floor: float,
+    times: Tensor | None = None,
+) -> float:
+    """Error of this rank's chunks relative to the norm of the whole tensor, or to `floor`, if that
+    is more; of both sides `times` this, if it is given."""
     squares = 0.0
     for mine, there in parts:
         try:
-            squares += float((tensor[mine].double() - want[there].double()).square().sum())
+            off = tensor[mine].double() - want[there].double()
+            squares += float((off if times is None else off * times[there]).square().sum())
         except (RuntimeError, IndexError):
             return inf
-    return error_ratio(
-        sqrt(squares) if isfinite(squares) else inf, max(float(want.double().norm()), floor)
-    )
+    whole = want.double() if times is None else want.double() * times
+    return error_ratio(sqrt(squares) if isfinite(squares) else inf, max(float(whole.norm()), floor))
 
 
 def error_ratio(error: float, size: float) -> float:

@@ -16,12 +16,12 @@ from torch import Tensor
 from weft.core import TrainConfig
 
 from .case import Batch, Case
+from .noise import NoiseElements
 from .plain.averages import PlainAverages
 from .plain.outliers import times_usual
 from .plain.replicas import PlainReplicas
 from .plain_run import PlainRun
 from .reference import final_state, norms_of
-from .tensor_errors import NOISE
 
 MOST_BACK = 3  # to one checkpoint, after which a run gives up
 
@@ -39,7 +39,8 @@ class Trajectory:
     `lines`: of each step, `validations` of those that have one; both as metrics.jsonl has them.
     `norms`: of all gradients of each step. `times`: how many times the usual norm and loss were,
     in the order in which steps were taken. `final`: weights, buffers, optimizer state. `noise`:
-    weights whose gradients are rounding alone.
+    which elements of weights have gradients that are rounding alone. `broken`: laws that what was
+    drawn breaks, or the division of samples or of weights among replicas.
     """
 
     lines: dict[int, Line] = field(default_factory=dict)
@@ -53,7 +54,8 @@ class Trajectory:
     losses: list[float] = field(default_factory=list)
     final: dict[str, Tensor] = field(default_factory=dict)
     weights: frozenset[str] = frozenset()  # names of parameters
-    noise: frozenset[str] = frozenset()  # those whose gradients are rounding alone
+    noise: dict[str, Tensor] = field(default_factory=dict)
+    broken: tuple[str, ...] = ()
 
     def go_back(self, step: int) -> None:
         """Forget the steps after this one."""
@@ -111,7 +113,7 @@ class Trainee:
         self.trained = {n: p for n, p in self.run.params.items() if p.requires_grad}
         self.norms = list[float]()  # of the steps that were accepted
         self.times = 0.0  # how many times the usual norm the last one was
-        self.tiny: set[str] = set()  # weights whose last gradient was rounding alone
+        self.noise = NoiseElements()
         self._rates = [group["lr"] for group in self.run.optimizer.param_groups]
 
     def take(self, step: int, batch: int, factor: float, rules: TrainConfig) -> Taken:
@@ -122,7 +124,7 @@ class Trainee:
         loss, _ = run.gradients(step, self.case.whole_batch_of(batch))
         gradients = {n: p.grad for n, p in run.params.items() if p.grad is not None}
         norm = norms_of(gradients)[0]
-        self.tiny = {n for n, g in gradients.items() if float(g.abs().norm()) < NOISE * norm}
+        self.noise.add(gradients, norm)
         self.times = times_usual(norm, self.norms)
         skipped = self.times > (rules.skip or inf)
         self.norms += [] if skipped else [norm]
@@ -158,12 +160,10 @@ def train_plainly(
     kept: tuple[int, _State] | None = None
     step = passed = times_back = 0
     last_loss: float | None = None
-    noise: set[str] | None = None
     while step < rules.steps:
         factor = rates(step)
         taken = [each.take(step, step + passed, factor, rules) for each in trainees]
         loss, norm, skipped, clips = taken[0]
-        noise = first.tiny if noise is None else noise & first.tiny
         found.grad_norms.append(norm)
         found.norm_times.append(first.times)
         step += 1
@@ -207,7 +207,7 @@ def train_plainly(
         found.final |= {f"outer/{name}": t for name, t in exchange.state(0).items()}
     found.norms = first.norms if rules.skip is not None else []
     found.losses = losses if rules.rollback is not None else []
-    found.weights, found.noise = frozenset(run.params), frozenset(noise or ())
+    found.weights, found.noise = frozenset(run.params), first.noise.masks()
     return found
 
 

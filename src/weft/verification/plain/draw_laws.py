@@ -92,7 +92,10 @@ class DrawLaws:
 
 
 def seed_faults(seeds: Sequence[int]) -> list[str]:
-    """What is wrong with the seeds of replicas, each of which draws numbers of its own."""
+    """What is wrong with the seeds of replicas, each of which draws numbers of its own.
+
+    The seeds are those of the definition, made by weft's own mixing of keys: this shows that they
+    differ, and not what the replicas of a run draw. That shows in their losses."""
     return [] if len(set(seeds)) == len(seeds) else ["two replicas draw the same numbers"]
 
 

@@ -77,7 +77,7 @@ def _keep(state: dict[str, Any], key: str, moment: Tensor) -> None:
     if moment.ndim < 2:
         state[key] = moment
         return
-    values = _values(key).to(moment)
+    values = code_values(key).to(moment)
     between = torch.stack([(one + next_) / 2 for one, next_ in pairwise(values)])
     codes, scales = [], []
     for block in moment.split(BLOCK, -1):
@@ -98,12 +98,20 @@ def _kept(state: dict[str, Any], key: str, like: Tensor) -> Tensor:
     if like.ndim < 2:
         found: Tensor = state[key]
         return found
-    shares = _values(key).to(like)[state[key].long()]
-    blocks = zip(shares.split(BLOCK, -1), state[f"{key}_scale"].split(1, -1), strict=True)
-    return torch.cat([block * scale for block, scale in blocks], -1)
+    shares = code_values(key).to(like)[state[key].long()]
+    return shares * scale_of_each(state[f"{key}_scale"], like.shape[-1])
 
 
-def _values(key: str) -> Tensor:
+def scale_of_each(scales: Tensor, length: int) -> Tensor:
+    """Each block's scale for each of its elements, of rows of this length."""
+    blocks = scales.split(1, -1)
+    sizes = [min(BLOCK, length - place * BLOCK) for place in range(len(blocks))]
+    return torch.cat(
+        [scale.expand(*scale.shape[:-1], n) for scale, n in zip(blocks, sizes, strict=True)], -1
+    )
+
+
+def code_values(key: str) -> Tensor:
     """What the 256 codes stand for: zero, one, and for each decimal digit the middles of equal
     parts of 0.1 to 1, as many as the bits that are left tell apart. A second moment has no sign."""
     values, signed = [0.0, 1.0], key == "exp_avg"
