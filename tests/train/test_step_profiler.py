@@ -15,6 +15,7 @@ from tests.train.test_trainer import make
 from weft.cli.app import app
 from weft.core.errors import ConfigError
 from weft.launch.local_workers import Pool
+from weft.train.step_profiler import rank_events
 from weft.train.trainer import train
 
 
@@ -99,3 +100,20 @@ def test_a_profile_and_a_trace_do_not_go_together(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["train", *given])
     assert result.exit_code == 2
     assert "--trace = True: both record what stages do" in result.output
+
+
+def span(name: str, start: float, length: float, thread: int = 1) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "pid": 7, "tid": thread, "ts": start, "dur": length}
+
+
+@pytest.mark.parametrize(("begins", "named"), [(3, "all_reduce over dp"), (9, "all_reduce")])
+def test_work_that_begins_after_its_call_is_of_that_call(begins: float, named: str) -> None:
+    """As where a machine has no core for gloo's threads. After the step it may be anything."""
+    events = [
+        span("weft: all ranks begin", 0, 0.5),
+        span("step 3", 1, 7),
+        span("comm: allreduce over dp", 2, 0.5),
+        span("gloo:all_reduce", begins, 1, thread=2),
+    ]
+    found = rank_events(0, {"traceEvents": events}, [], 0.0)
+    assert {e["name"] for e in found if e.get("cat") == "communication"} == {named}

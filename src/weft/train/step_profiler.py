@@ -27,7 +27,7 @@ from .run_folder import PROFILE
 
 START = "weft: all ranks begin"
 STAGES, TRACK = "stages", "communication"
-GLOO, OVER = "gloo:", " over "
+GLOO, OVER, STEP = "gloo:", " over ", "step "
 Event = dict[str, Any]
 
 
@@ -49,7 +49,7 @@ class StepProfiler:
         if self._profile is None:
             self._begin()
         self._engine.trace = []
-        with CommLabels(self._engine.mesh), record_function(f"step {number}"):
+        with CommLabels(self._engine.mesh), record_function(f"{STEP}{number}"):
             yield
         # sums of gradients are among the communication
         self._spans += [span for span in self._engine.trace if span.kind != "reduce"]
@@ -155,25 +155,32 @@ def _thread(rank: int, tid: int | str, name: str) -> Event:
 def _messages(events: list[Event]) -> Iterator[tuple[str, float, float]]:
     """(label, start, stop) of what was under way. NCCL's work is a kernel, which a labelled call
     has launched. gloo's runs on threads of each group: whose they are is what most of it says that
-    begins during a labelled call."""
+    begins during a labelled call; where none does, as all calls return at once, that begins after
+    one in the same step."""
     spans = [event for event in events if event["ph"] == "X"]
     calls = sorted((e for e in spans if e["name"].startswith(COMM_PREFIX)), key=_start)
     starts = [_start(call) for call in calls]
     kernels = {e["args"]["correlation"]: e for e in spans if _is_nccl_kernel(e)}
     work = [event for event in spans if event["name"].startswith(GLOO)]
+    steps = [event for event in spans if event["name"].startswith(STEP)]
     votes: dict[Any, Counter[str]] = {event["tid"]: Counter() for event in work}
+    later: dict[Any, Counter[str]] = {event["tid"]: Counter() for event in work}
 
-    def label(event: Event) -> str | None:
+    def label(event: Event, around: Event | None = None) -> str | None:
+        """That of the latest call, if the event begins in it, or in what is `around`."""
         at = bisect_right(starts, _start(event)) - 1
-        if at < 0 or _start(event) > starts[at] + calls[at]["dur"]:
+        if at < 0 or not _begins_in(event, around or calls[at]):
             return None
         return str(calls[at]["name"].removeprefix(COMM_PREFIX))
 
     for event in work:
         if (said := label(event)) is not None:
             votes[event["tid"]][said.partition(OVER)[2]] += 1
+        for step in steps:
+            if (said := label(event, step)) is not None:
+                later[event["tid"]][said.partition(OVER)[2]] += 1
     for event in work:
-        axes = votes[event["tid"]].most_common(1)
+        axes = (votes[event["tid"]] or later[event["tid"]]).most_common(1)
         name = event["name"].removeprefix(GLOO) + (OVER + axes[0][0] if axes else "")
         yield name, _start(event), _start(event) + event["dur"]
     for event in spans:
@@ -184,6 +191,10 @@ def _messages(events: list[Event]) -> Iterator[tuple[str, float, float]]:
 
 def _is_nccl_kernel(event: Event) -> bool:
     return event.get("cat") == "kernel" and "nccl" in event["name"].lower()
+
+
+def _begins_in(event: Event, around: Event) -> bool:
+    return _start(around) <= _start(event) <= _start(around) + float(around["dur"])
 
 
 def _start(event: Event) -> float:
