@@ -565,6 +565,7 @@ def test_a_later_version_a_path_out_of_the_folder_and_a_hole_are_refused(folder)
 def test_a_folder_without_checkpoints_and_a_step_that_is_absent(folder, tmp_path):
     assert checkpoint.latest_step(tmp_path / "nowhere") is None
     assert "no complete checkpoint" in refused(tmp_path / "nowhere")
+    assert "checkpoint.every" in refused(tmp_path / "nowhere")
     message = refused(folder, step=7)
     assert "step 7" in message and "[100]" in message
     shutil.copytree(folder / "step-000100", folder / "step-000101")

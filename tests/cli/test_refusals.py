@@ -221,6 +221,11 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
             "train small.toml --set model.dims=3",
             'model.dims = 3: is no argument of weft.models:decoder. Did you mean "dim"?',
         ),
+        (
+            "train small.toml --set data.group_by_lenght=4",
+            "data.group_by_lenght = 4: is no argument of weft.data:stdlib."
+            ' Did you mean "group_by_length"?',
+        ),
         ("train small.toml --set data.seq_len=60000", "samples, less than one batch"),
         (
             "train small.toml --set optimizer.name=lionn",

@@ -124,9 +124,10 @@ def read_index(folder: Path, step: int | None = None) -> CheckpointIndex:
         wanted = (
             "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
         )
-        raise CheckpointError(
-            "checkpoint", str(folder), f"{wanted} is here", f"here are steps: {here or 'none'}"
-        )
+        fix = "check the path; a run saves checkpoints if checkpoint.every is set"
+        if here:
+            fix = f"here are steps: {here}"
+        raise CheckpointError("checkpoint", str(folder), f"{wanted} is here", fix)
     return _read_index(checkpoint_path(folder, chosen) / INDEX_FILE, chosen)
 
 

@@ -143,7 +143,11 @@ def require(field: str, value: object, kind: type, fits: Callable[..., bool], wa
 
 
 def require_known(
-    table: str, arguments: Mapping[str, Any], known: Collection[str], what: str
+    table: str,
+    arguments: Mapping[str, Any],
+    known: Collection[str],
+    what: str,
+    keys: Collection[str] = (),
 ) -> None:
     """Refuse arguments whose key is not known.
 
@@ -152,15 +156,17 @@ def require_known(
         arguments: The keys and values that are given.
         known: The keys that there are.
         what: What a key is called, as in "argument of adamw".
+        keys: The table's own keys, one of which may be meant.
 
     Raises:
         ConfigError: A key is not known; it names the nearest one.
     """
     for key, value in arguments.items():
         if key not in known:
+            meant = [*known, *difflib.get_close_matches(key, keys, n=1, cutoff=0.6)]
             raise ConfigError(
                 f"{table}.{key}",
                 value,
                 f"is no {what}",
-                nearest(key, known) if known else "leave it out",
+                nearest(key, meant) if meant else "leave it out",
             )

@@ -109,7 +109,9 @@ def call_named(
     ]
     named = named[len(positional) :]
     if all(p.kind is not p.VAR_KEYWORD for p in signature.parameters.values()):
-        require_known(table, arguments, [p.name for p in named], f"argument of {name}")
+        own = RunConfig.model_fields.get(table)
+        keys = getattr(own.annotation, "model_fields", ()) if own else ()
+        require_known(table, arguments, [p.name for p in named], f"argument of {name}", keys)
     for parameter in named:
         if parameter.default is parameter.empty and parameter.name not in arguments:
             field = f"{table}.{parameter.name}"
