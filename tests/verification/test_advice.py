@@ -283,6 +283,7 @@ ADVICE: dict[str, Advice] = {
     ),
 }
 
+NO_EXPERTS = "is not taken for experts:"
 OF_FAMILIES: dict[str, Advice] = {
     "big_bird": Advice(
         of_family("big_bird"),
@@ -324,8 +325,14 @@ OF_FAMILIES: dict[str, Advice] = {
         of_family("doge"), "cp2", "Use dp or fsdp, or write .* under", {"cp2": written, **on("dp2")}
     ),
     **{
-        name: Advice(of_family(name, "seq2seq-lm"), "cp2", "or write .* under", {"cp2": written})
-        for name in ("t5", "switch_transformers")
+        name: Advice(subject, "cp2", "or write .* under", {"cp2": written})
+        for name, subject in {
+            "t5": of_family("t5", "seq2seq-lm"),
+            "switch_transformers": replace(
+                of_family("switch_transformers", "seq2seq-lm"),
+                build=partial(advised.without_dropout, "seq2seq-lm"),
+            ),
+        }.items()
     },
     "layoutlm": Advice(  # has a pooler of which nothing comes
         of_family("layoutlm", "masked-lm"), "cp2", "or write .* under", {"cp2": written}
@@ -420,18 +427,18 @@ OF_FAMILIES: dict[str, Advice] = {
             on("dp2", "pp2") if name == "dbrx" else on("dp2", "fsdp2", "pp2"),
         )
         for name, why in {
-            "dbrx": ": .*experts is none, as its part mlp holds weights, and not the module itself",
+            "dbrx": f": .*experts {NO_EXPERTS} its part mlp holds weights, and not .*",
             "doge": "",
-            "jetmoe": ": .*input_linear is none, as its forward does not take .tokens.*",
-            "llama4": ": .*experts is none, as its forward does not take .tokens.*",
-            "llama4_text": ": .*experts is none, as its forward does not take .tokens.*",
-            "longcat_flash": ": .*experts is none, as it does not say their number by num_experts",
+            "jetmoe": f": .*input_linear {NO_EXPERTS} its forward does not take .tokens.*",
+            "llama4": f": .*experts {NO_EXPERTS} its forward does not take .tokens.*",
+            "llama4_text": f": .*experts {NO_EXPERTS} its forward does not take .tokens.*",
+            "longcat_flash": f": .*experts {NO_EXPERTS} it has no attribute num_experts",
         }.items()
     },
     "switch_transformers-experts": Advice(
         of_family("switch_transformers", "seq2seq-lm"),
         "ep2",
-        r"experts is none, as its part expert_0 holds weights.* Use dp, fsdp or pp: ep",
+        f"experts {NO_EXPERTS} its part expert_0 holds weights.* Use dp, fsdp or pp: ep",
         dict.fromkeys(
             ("dp2", "fsdp2", "pp2"), built_by(partial(advised.without_dropout, "seq2seq-lm"))
         ),

@@ -73,13 +73,13 @@ def _takes_routing(module: nn.Module) -> bool:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Whether it has matrices one behind the other, as many of each, is none of torch's, and takes
-    a routing."""
+    """Whether all its matrices are several, one behind the other, none lies in a part of it, it is
+    none of torch's, and takes a routing."""
     own = not type(module).__module__.startswith("torch.nn.")
-    stacks = any(p is not None and p.ndim > 2 for p in module._parameters.values())
-    counts = {p.shape[0] for p in module.parameters() if p.ndim > 1}
-    one_count = len(counts) == 1 and min(counts) > 1
-    return own and stacks and one_count and _takes_routing(module)
+    matrices = [p for p in module.parameters() if p.ndim > 1]
+    held = sum(p is not None and p.ndim > 1 for p in module._parameters.values())
+    stacks = bool(matrices) and all(p.ndim > 2 and p.shape[0] > 1 for p in matrices)
+    return own and stacks and held == len(matrices) and _takes_routing(module)
 
 
 def _why_no_experts(module: nn.Module) -> str | None:

@@ -65,7 +65,7 @@ class _AroundForward:
             # [samples, positions, features], or [samples, positions, heads, features]
             if not (isinstance(x, Tensor) and x.ndim >= 3 and x.shape[1] == length):
                 return x
-            if x.ndim > 3 and length in x.shape[2:]:  # heads may come first
+            if x.ndim > 3 and x.shape[2] == length:  # heads may come first
                 return x
             return x.index_select(1, self._sequence.positions(length, x.device))
 
