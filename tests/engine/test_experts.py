@@ -444,10 +444,12 @@ class Stacked(nn.Module):
 
 
 def test_what_is_like_experts() -> None:
-    """As many matrices of each kind; and not the table of positions of an attention's heads."""
+    """Stacks of matrices, of which some experts may have no second one, as LongCat's; and not the
+    table of positions of an attention's heads."""
     like = "0 is not taken for experts: it has no attribute num_experts"
-    assert why_none_of(nn.Sequential(Stacked(4, 4))) == like
-    for other in (Stacked(1), Stacked(4, 6), Stacked(4, linear=True)):
+    for experts in (Stacked(4, 4), Stacked(4, 6)):
+        assert why_none_of(nn.Sequential(experts)) == like
+    for other in (Stacked(1), Stacked(4, linear=True)):
         assert why_none_of(nn.Sequential(other)) == ""
 
 
