@@ -15,7 +15,7 @@ import weft
 from weft.core.errors import ConfigError, LayoutError, Refusal, UnsupportedModel
 from weft.core.grad_buckets import bucket_gradients
 from weft.core.step import COPY, SUM, Boundary, DimShard, collective, dual
-from weft.nn.losses import mse, next_token
+from weft.nn.losses import classification, mse, next_token
 from weft.nn.models import convnet, decoder
 from weft.nn.module_roles import find_roles
 
@@ -247,3 +247,22 @@ def test_heads_whose_logits_the_loss_makes() -> None:
     assert heads("pp2+pipedream", logits="chunks") == ()
     with pytest.raises(ConfigError, match="not a way to make logits"):
         heads("dp2", logits="few")
+
+
+class TwoLayers(nn.Module):
+    """Names that say nothing: its forward shows what a column and a row are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def test_a_size_that_divides_no_chain_of_the_forward_is_named() -> None:
+    sample = {"x": torch.zeros(1, 8), "y": torch.zeros(1, dtype=torch.int64)}
+    with pytest.raises(UnsupportedModel, match=r"second takes 16 .*, which tp3 does not") as caught:
+        weft.plan(TwoLayers(), "tp3", batch=8, loss=classification, sample=sample)
+    assert caught.value.fix == "tp sizes that work: [2, 4, 8, 16]"
+    assert weft.plan(TwoLayers(), "tp4", batch=8, loss=classification, sample=sample).steps

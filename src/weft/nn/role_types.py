@@ -74,6 +74,7 @@ class ExpertsRole:
 class Roles:
     """What was found: chains, the vocabulary's embeddings and heads, the repeated blocks, and where
     each came from. `all_seen`: the forward shows that no other linears are columns and a row.
+    `uneven`: rows of chains that so many ranks do not divide, and the features or heads that enter.
 
     More than one embedding or head: modules of their own that hold the same weight (a T5's encoder
     and decoder).
@@ -88,6 +89,7 @@ class Roles:
     experts: tuple[ExpertsRole, ...] = ()
     mixers: tuple[str, ...] = ()  # modules that mix positions, other than by attention weft divides
     all_seen: bool = False
+    uneven: tuple[tuple[str, int], ...] = ()
 
     def of_experts(self, name: str) -> bool:
         """Whether a parameter has a part for each expert."""

@@ -58,6 +58,11 @@ def steps(request: StepsRequest) -> Iterator[Step]:
     """Steps for every chain and for the vocabulary."""
     model, roles, layout, names = request.model, request.roles, request.layout, request.names
     size = layout.size(AXIS)
+    if not roles.chains and not roles.embeddings and roles.uneven:
+        row, count = roles.uneven[0]
+        fit = [n for n in range(2, count + 1) if count % n == 0]
+        problem = f"{row} takes {count} features or heads, which tp{size} does not divide"
+        raise UnsupportedModel("layout", str(layout), problem, f"tp sizes that work: {fit}")
     if not roles.chains and not roles.embeddings:
         some = any(is_linear(m) or isinstance(m, nn.Embedding) for m in model.modules())
         raise UnsupportedModel(

@@ -46,7 +46,7 @@ def traced_roles(request: PlanRequest, roles: Roles) -> Roles:
     kept = (c for c in roles.chains if not misread.get(c.row))
     corrected = (replace(c, entry=None) if c.row in misread else c for c in kept)
     roles = replace(roles, chains=tuple(corrected))
-    chains, all_seen = traced_chains(request, roles, size)
+    chains, all_seen, uneven = traced_chains(request, roles, size)
     cut = {name for chain in chains for name in (*chain.columns, chain.row)}
     kinds = {type(request.model.get_submodule(chain_module(c))).__name__ for c in chains}
     notes = [
@@ -60,7 +60,8 @@ def traced_roles(request: PlanRequest, roles: Roles) -> Roles:
         notes.append(f"{len(chains)} chains of linears are found along the forward")
     found = {chain_module(chain) for chain in chains}
     notes += [f"{module}: {why}: left whole" for module, why in left.items() if module not in found]
-    return replace(roles, chains=(*roles.chains, *chains), notes=tuple(notes), all_seen=all_seen)
+    every = (*roles.chains, *chains)
+    return replace(roles, chains=every, notes=tuple(notes), all_seen=all_seen, uneven=uneven)
 
 
 def misread_chains(request: PlanRequest, roles: Roles, size: int) -> dict[str, str]:
@@ -136,16 +137,19 @@ def _parts_classes(chain: Chain, trace: FeatureTrace, size: int) -> bool:
     return False
 
 
-def traced_chains(request: PlanRequest, roles: Roles, size: int) -> tuple[tuple[Chain, ...], bool]:
-    """Chains of linears that are in none of `roles`, for `size` ranks; and whether the forward
-    shows that there are no others to declare. Where it depends on the elements of tensors, it may
-    show none."""
+def traced_chains(
+    request: PlanRequest, roles: Roles, size: int
+) -> tuple[tuple[Chain, ...], bool, tuple[tuple[str, int], ...]]:
+    """Chains of linears that are in none of `roles`, for `size` ranks; whether the forward shows
+    that there are no others to declare; and rows of others, which so many ranks do not divide, with
+    how many features or heads enter. Where it depends on the elements of tensors, it may show
+    none."""
     model = request.model
     linears = _free_linears(model, roles, request.roles or {})
     copies = _alike(model, roles.blocks)
     traced = {n: m for n, m in linears.items() if not _within_any(n, copies)}
     if len(traced) < 2:
-        return (), False
+        return (), False, ()
     mode = fake_mode()
     whole = copy_without_elements(model, mode)
     arguments = request.arguments()
@@ -155,6 +159,7 @@ def traced_chains(request: PlanRequest, roles: Roles, size: int) -> tuple[tuple[
     all_seen = {n for n, m in model.named_modules() if is_linear(m)} <= {*linears}
     norms = _norms(model)
     built: dict[str, Chain | None] = {}
+    counts: dict[str, int] = {}
     for _ in range(PASSES):
         followed = follow(whole, arguments, mode, traced, left, roles.blocks, norms)
         unknown |= followed.trace.unknown
@@ -169,7 +174,8 @@ def traced_chains(request: PlanRequest, roles: Roles, size: int) -> tuple[tuple[
             continue
         for row, columns in found.items():
             if columns and (row not in built or built[row] is None):
-                built[row] = ChainBuilder(model, followed, mode, row, columns, size, others).chain()
+                builder = ChainBuilder(model, followed, mode, row, columns, size, others)
+                built[row], counts[row] = builder.chain(), builder.count
         failed = [columns for row, columns in found.items() if columns and built[row] is None]
         again = {name for columns in failed for name in _narrower(model, columns)}
         if not again:
@@ -186,7 +192,8 @@ def traced_chains(request: PlanRequest, roles: Roles, size: int) -> tuple[tuple[
             inside = next((b for bs in roles.blocks for b in bs if row.startswith(b + ".")), None)
             alike = [c for c, first in copies.items() if first == inside]
             chains += [_renamed(chain, f"{inside}.", f"{other}.") for other in alike]
-    return tuple(chains), all_seen
+    uneven = [(row, n) for row, n in counts.items() if built[row] is None and n % size]
+    return tuple(chains), all_seen, tuple(uneven)
 
 
 def _narrower(model: nn.Module, columns: tuple[str, ...]) -> list[str]:
