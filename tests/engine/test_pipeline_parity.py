@@ -323,7 +323,10 @@ def of_both(output: dict[str, Tensor], batch: dict[str, Tensor]) -> tuple[Tensor
     return loss + output["aside"].square().sum(), weight
 
 
-def stepped(build: Any, loss: Any, layout: str, batch: dict[str, Tensor], **plan: Any) -> None:
+def stepped(
+    build: Any, loss: Any, layout: str, batch: dict[str, Tensor], **plan: Any
+) -> dict[str, Tensor]:
+    """This rank's weights after a step."""
     model = seeded(build)
     sample = {key: value[:2] for key, value in batch.items()}
     laid_out = weft.plan(
@@ -334,14 +337,25 @@ def stepped(build: Any, loss: Any, layout: str, batch: dict[str, Tensor], **plan
     )
     engine.trial = None  # what a step itself does; by chance a trial sees that samples are mixed
     engine.step(engine.local(batch))
+    return {name: p.detach().clone() for name, p in engine.params.items()}
 
 
 @pytest.mark.parametrize("layout", ["pp2", "pp2+zb-h1"])
-def test_a_value_that_the_loss_leaves_out_is_refused(pool: Pool, layout: str) -> None:
+@pytest.mark.parametrize("loss", [of_both, of_the_output])
+def test_a_value_that_the_loss_leaves_out_sends_no_gradient(
+    pool: Pool, loss: Any, layout: str
+) -> None:
     batch = {"input": torch.randn(BATCH, 6).double()}
-    pool.run(partial(stepped, cut=("c",)), Aside, of_both, layout, batch, world=2)
-    with pytest.raises(UnsupportedModel, match="the loss does not depend on it"):
-        pool.run(partial(stepped, cut=("c",)), Aside, of_the_output, layout, batch, world=2)
+    after = partial(stepped, cut=("c",))
+    alone = pool.run(after, Aside, loss, "dp1", batch, world=1)[0]
+    whole = dict(
+        part
+        for rank in pool.run(after, Aside, loss, layout, batch, world=2)
+        for part in rank.items()
+    )
+    assert whole.keys() == alone.keys()
+    for name, weight in alone.items():
+        torch.testing.assert_close(whole[name], weight, rtol=1e-12, atol=1e-12)
 
 
 class Beside(Aside):
@@ -358,15 +372,16 @@ def of_both_by_flag(output: dict[str, Tensor], batch: dict[str, Tensor]) -> tupl
 
 
 @pytest.mark.parametrize("layout", ["pp2", "pp2+zb-h1"])
+@pytest.mark.parametrize("build", [Beside, Aside])
 def test_a_loss_that_uses_an_output_in_a_later_step_alone_is_refused(
-    pool: Pool, layout: str
+    pool: Pool, build: Any, layout: str
 ) -> None:
     flag, run_of = torch.zeros(BATCH), partial(stepped, cut=("c",))
     batch = {"input": torch.randn(BATCH, 6).double(), "target": flag}
-    pool.run(run_of, Beside, of_both_by_flag, layout, batch, world=2)
+    pool.run(run_of, build, of_both_by_flag, layout, batch, world=2)
     later = {**batch, "target": flag.clone().index_fill_(0, torch.tensor([BATCH - 1]), 1.0)}
     with pytest.raises(UnsupportedModel, match="did not use it with the sample"):
-        pool.run(run_of, Beside, of_both_by_flag, layout, later, world=2)
+        pool.run(run_of, build, of_both_by_flag, layout, later, world=2)
 
 
 class Twice(nn.Module):
