@@ -287,9 +287,8 @@ def _loader(
     shares: int = 1,
     validates: bool = False,
 ) -> AnyLoader:
-    """`shares`: a replica that evaluates alone takes a batch in so many parts. `validates`: in the
-    dataset's own order or a plain shuffle, as a block of a shuffled stream would be read for each
-    validation."""
+    """`shares`: a replica that evaluates alone takes a batch in so many parts. `validates`: in no
+    order that training asks for. A block of a shuffled stream would be read for each validation."""
     t, rank, size = run.train, engine.data_rank, engine.data_size
     buffer, pool = (0, 0) if validates else (run.data.shuffle_buffer, run.data.group_by_length)
     if shares > 1:
