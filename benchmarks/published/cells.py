@@ -110,11 +110,11 @@ def recomputed(row: Row) -> str:
 
 
 def network(row: Row, node: int) -> float | None:
-    """Bytes per second of one device, each way, of a link such as `8x200Gb/s HDR IB`, `400Gb/s per
-    node` or `25 GB/s per GPU`; None where no rate is named."""
+    """Bytes per second of one device, each way, of a link such as `8x200Gb/s HDR IB`, `4x100Gb`,
+    `400Gb/s per node` or `25 GB/s per GPU`; None where no rate is named."""
     text = row.get("inter_link") or ""
-    rate = r"(?:(\d+)\s*[xX×]\s*)?(\d+(?:\.\d+)?)\s*([GT])((?i:bytes?)|(?i:bits?)|[bB])(?:/s|ps)"
-    match = re.search(rate, text)
+    rate = r"(?:(\d+)\s*[xX×]\s*)?(\d+(?:\.\d+)?)\s*([GT])((?i:bytes?)|(?i:bits?)|[bB])"
+    match = re.search(rate + r"(?:/s|ps|(?<=b)\b)", text)  # of bits, "per second" may be left out
     if match is None:
         return None
     count, each = int(match[1] or 1), float(match[2]) * (1e12 if match[3] == "T" else 1e9)

@@ -48,6 +48,7 @@ GPT2 = 50257  # words of its vocabulary, where a row does not say
 SHEETS = (  # what an accelerator's name holds -> sheet; the first that fits
     ("V100", "v100"),
     ("A100", "a100"),
+    ("A800", "a100"),
     ("GB200", "gb200"),
     ("GB300", "gb200"),
     ("B200", "b200"),
@@ -285,7 +286,7 @@ def hardware(row: Row) -> Hardware:
     inner = inner.model_copy(
         update={"devices": max(node, 72 if "NVL72" in (row.get("intra_link") or "") else node)}
     )
-    if "H800" in name.upper() and not pcie:  # an H100 with less of NVLink
+    if re.search("[AH]800", name.upper()) and not pcie:  # an A100 or H100 with less of NVLink
         inner = inner.model_copy(update={"bps": 200e9})
     if "EFA" in link:  # whose messages go through the host
         outer = [tier.model_copy(update={"latency_s": 6e-5}) for tier in outer]
@@ -586,7 +587,11 @@ def held(row: Row) -> bool:
 
 def own() -> list[Row]:
     """The repository's copy of published runs."""
-    runs = read(HERE / "data" / "training_runs.csv")
+    runs = [
+        row
+        for name in ("training_runs", "layout_runs")
+        for row in read(HERE / "data" / f"{name}.csv")
+    ]
     single = [
         {
             **row,

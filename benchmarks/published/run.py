@@ -30,7 +30,6 @@ from weft.planner.cost.hardware import Era
 
 HERE = Path(__file__).parent
 GIB = 2.0**30
-BEGIN, END = "<!-- results: written by run.py -->", "<!-- end of results -->"
 # In a group, everything is the same but how the devices are used.
 GROUP = (
     "source_id",
@@ -44,6 +43,7 @@ GROUP = (
     "accelerator",
     "dtype",
     "framework",
+    "attn_kernel",
 )
 
 
@@ -129,7 +129,7 @@ def score(found: Sequence[Predicted]) -> dict[str, Any]:
     several = [
         group
         for group in groups.values()
-        if len({round(one.measured_s or 0, 6) for one in group}) >= 4
+        if len({round(one.measured_s or 0, 6) for one in group}) >= 5
     ]
     if several:
         ranked = [
@@ -150,6 +150,7 @@ def score(found: Sequence[Predicted]) -> dict[str, Any]:
     told = [one for one in found if one.oom or (one.oom is False and one.measured_s is not None)]
     if told:
         made["fit_called_impossible"] = sum(not one.fits and not one.oom for one in told)
+        made["told"] = len(told)
         made["oom"] = sum(one.oom for one in told)
         made["oom_found"] = sum(one.oom and not one.fits for one in told)
     return made
@@ -202,6 +203,18 @@ def table(name: str, scores: dict[str, dict[str, Any]]) -> list[str]:
     return [*lines, ""]
 
 
+def rewrite(script: str, lines: Sequence[str]) -> None:
+    """Puts these lines into the part of README.md that this script writes."""
+    begin, end = (
+        f"<!-- results: written by {script}.py -->",
+        f"<!-- end of {script}.py's results -->",
+    )
+    path = HERE / "README.md"
+    text = path.read_text(encoding="utf-8")
+    head, tail = text[: text.index(begin) + len(begin)], text[text.index(end) :]
+    path.write_text("\n".join([head, "", *lines, tail]), encoding="utf-8")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -249,9 +262,7 @@ def main() -> int:
         (HERE / "results" / "own.json").write_text(
             json.dumps({"command": command, "runs": results}, indent=1) + "\n"
         )
-        text = (HERE / "README.md").read_text(encoding="utf-8")
-        head, tail = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
-        (HERE / "README.md").write_text("\n".join([head, "", *lines, tail]), encoding="utf-8")
+        rewrite("run", lines)
     return 0
 
 

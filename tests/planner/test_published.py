@@ -263,9 +263,10 @@ def test_what_xla_lays_out_is_cut_over_the_axis_of_the_model(rows: Any) -> None:
 
 def test_links_of_a_row(rows: Any) -> None:
     inner = [
-        rows.hardware(text({**GPT, "accelerator": name})).tiers[0].bps for name in ("H100", "H800")
+        rows.hardware(text({**GPT, "accelerator": name})).tiers[0].bps
+        for name in ("H100", "H800", "A800")
     ]
-    assert inner == [450e9, 200e9]
+    assert inner == [450e9, 200e9, 200e9]
     rates = {
         "8x200Gb/s HDR IB": 25e9,
         "8 × 200Gb/s": 25e9,
@@ -274,7 +275,9 @@ def test_links_of_a_row(rows: Any) -> None:
         "25GBps per GPU": 25e9,
         "1.6 Tbps RoCE": 25e9,
         "400Gb/s per node": 6.25e9,
+        "4x100Gb RoCE": 6.25e9,
         "HDR": None,
+        "NVLink of 80GB cards": None,
     }
     assert {link: rows.network({"inter_link": link}, 8) for link in rates} == rates
 
