@@ -171,7 +171,8 @@ class Step:
     of the whole model. `whole_sequence`: the module computes on all positions, on every rank of the
     axes that divide them. `mean_over`: the axis whose ranks share the features that the module
     normalises by their root mean square. `arguments`: (name, axis, how it is divided) of what the
-    module is called with, and takes its part of.
+    module is called with, and takes its part of. `dropped`: how the input of a dropout is cut that
+    stands where other activations are cut in another way.
     """
 
     module: str
@@ -187,6 +188,7 @@ class Step:
     whole_sequence: bool = False
     mean_over: str = ""
     arguments: tuple[tuple[str, str, DimShard], ...] = ()
+    dropped: ActivationSharding | None = None
 
 
 def computes_whole_sequences(steps: Iterable[Step], module: str) -> bool:

@@ -91,6 +91,7 @@ from .losses import (
     whole_batch as whole_batch,
     widened as widened,
 )
+from .low_rank_factors import low_rank_factors as low_rank_factors
 from .models import convnet as convnet, decoder as decoder
 from .models.moe import Experts as Experts, Gate as Gate, Mixture as Mixture
 from .module_calls import module_calls as module_calls
@@ -110,7 +111,7 @@ from .moe_routing import (
 from .override_needs import may_drop as may_drop, may_route as may_route
 from .plain_linears import is_plain_linear as is_plain_linear
 from .position_ids import PositionNumbers as PositionNumbers, sequence_length as sequence_length
-from .quantized_linears import quantize_frozen as quantize_frozen
+from .quantized_linears import Int8Linear as Int8Linear, quantize_frozen as quantize_frozen
 from .random_draws import (
     DRAWS as DRAWS,
     DRAWS_INSIDE as DRAWS_INSIDE,
@@ -119,6 +120,7 @@ from .random_draws import (
 from .rms_norms import ShardedRMSNorm as ShardedRMSNorm, rms_rule as rms_rule
 from .role_types import (
     NO_ROW as NO_ROW,
+    OF_OUTPUTS as OF_OUTPUTS,
     Chain as Chain,
     ExpertsRole as ExpertsRole,
     Roles as Roles,

@@ -8,6 +8,7 @@ from torch import nn
 
 from .linear_chains import GROUPS
 from .plain_linears import is_plain_linear
+from .quantized_linears import Int8Linear
 from .role_types import Chain
 
 
@@ -38,10 +39,12 @@ def set_attribute(module: nn.Module, key: str, value: int) -> None:
 def unknown_forward(model: nn.Module, chain: Chain, size: int) -> str:
     """Why a linear of a chain cannot run on part of its parameters, which takes one that computes
     what nn.Linear does; "" if all can."""
-    for name in (*chain.columns, chain.row):
+    for name in chain.linears:
         module = model.get_submodule(name)
         partly = chain.cuts[name].shared(size) or (
-            name == chain.row and getattr(module, "bias", None) is not None
+            name in chain.rows
+            and getattr(module, "bias", None) is not None
+            and not isinstance(module, Int8Linear)
         )
         if partly and not is_plain_linear(module):
             kind = type(module).__name__

@@ -79,7 +79,7 @@ def find_chains(
 def modules_below(name: str, modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Of these a module and all that are in it."""
     inside = modules[name].named_modules(prefix=name, remove_duplicate=False) if name else ()
-    return ((n, m) for n, m in inside if n in modules)
+    return ((n, modules[n]) for n, _ in inside if n in modules)
 
 
 def _defined_late(row: str, linears: list[str], kinds: Mapping[str, str]) -> list[str]:

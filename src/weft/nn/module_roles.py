@@ -23,6 +23,7 @@ from weft.core import ConfigError, UnsupportedModel, nearest
 from .block_lists import block_lists
 from .expert_roles import find_experts
 from .linear_chains import find_chains, modules_below
+from .low_rank_factors import low_rank_factors, with_factors, without_factors
 from .multihead_roles import multihead_chains
 from .role_types import Chain, Roles, is_conv1d, is_linear, linear_features
 from .sequence_mixers import POSITIONWISE, WHOLE_SEQUENCE, sequence_mixers
@@ -56,7 +57,9 @@ _ELEMENTWISE = (
 def find_roles(model: nn.Module, declared: Mapping[str, object] | None = None) -> Roles:
     """The roles of a model's modules. Raises UnsupportedModel or ConfigError for a declared role
     that does not fit."""
-    modules = dict(model.named_modules())
+    every = dict(model.named_modules())
+    factors = low_rank_factors(every)
+    modules = without_factors(every, factors)
     table = _check_declared(modules, declared or {})
     # to leave something whole says nothing of the rest
     only_whole = all(role["role"] in ("whole", *ALONG_SEQUENCES) for role in table.values())
@@ -76,7 +79,7 @@ def find_roles(model: nn.Module, declared: Mapping[str, object] | None = None) -
             kinds[name] = str(kind)
         chains += find_chains(scope, linears, kinds, modules, table, notes)
     for name, role in table.items():
-        used = {c for chain in chains for c in (*chain.columns, chain.row)}
+        used = {c for chain in chains for c in chain.linears}
         if role["role"] in ("column", "row") and name not in used:
             raise UnsupportedModel(
                 f"roles.{name}",
@@ -84,7 +87,8 @@ def find_roles(model: nn.Module, declared: Mapping[str, object] | None = None) -
                 "it is part of no chain of columns that ends in a row",
                 "declare the columns and the row that follows them in one block",
             )
-    chained = {name for chain in chains for name in (*chain.columns, chain.row)}
+    chained = {*factors, *(name for chain in chains for name in chain.linears)}
+    chains = [with_factors(chain, factors) for chain in chains]
     embeddings, heads = _vocabulary(modules, lists, table, chained, notes)
     source = "declared" if declared else "the model's own plan" if hf else "guessed"
     experts = tuple(replace(e, cuts={}) if e.module in whole else e for e in find_experts(model))

@@ -30,8 +30,12 @@ class Int8Linear(nn.Module):
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Int8Product.apply(x, self.weight, self.scale)
-        return y if self.bias is None else y + self.bias
+        return self.product(x, self.weight, self.bias)
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """What x makes with a part of the weight's columns, and this bias or none."""
+        y: Tensor = _Int8Product.apply(x, weight, self.scale)
+        return y if bias is None else y + bias
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"

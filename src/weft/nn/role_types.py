@@ -10,6 +10,11 @@ from torch import nn
 
 from weft.core import DimShard, Layout, Weight
 
+from .quantized_linears import Int8Linear
+
+# parameters of a linear with a number for each output feature
+OF_OUTPUTS = ("bias", "scale")
+
 # a note on what names say alone; a forward that is followed tells more
 NO_ROW = "a column with no row after it is left whole"
 
@@ -45,11 +50,23 @@ class Chain:
     norms: tuple[str, ...] = ()
     # module -> its arguments without a gradient that are divided by heads (ALiBi's biases)
     arguments: Mapping[str, Mapping[str, DimShard]] = field(default_factory=dict)
+    # further linears that read what the row reads, each with a sum of its own (LoRA's A)
+    rows_beside: tuple[str, ...] = ()
+    # dropout before LoRA's A -> "column" or "row": the linear that it is beside
+    dropouts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        return (self.row, *self.rows_beside)
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        return (*self.columns, *self.rows)
 
 
 def chain_module(chain: Chain) -> str:
     """The innermost module that holds all linears of a chain."""
-    first, *rest = [name.split(".")[:-1] for name in (*chain.columns, chain.row)]
+    first, *rest = [name.split(".")[:-1] for name in chain.linears]
     same = [
         i for i, part in enumerate(first) if all(other[: i + 1] == first[: i + 1] for other in rest)
     ]
@@ -114,7 +131,8 @@ class Roles:
 
 def is_linear(module: nn.Module) -> bool:
     """A linear layer that holds its weight itself (not through a parametrization)."""
-    return (isinstance(module, nn.Linear) and "weight" in module._parameters) or is_conv1d(module)
+    kinds = (nn.Linear, Int8Linear)
+    return (isinstance(module, kinds) and "weight" in module._parameters) or is_conv1d(module)
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -106,6 +106,8 @@ def parallelize(
             _share_norm(module, step, mesh)
         if step.arguments:
             module.register_forward_pre_hook(_arguments(module, step, mesh), with_kwargs=True)
+        if step.dropped is not None:
+            _drop_as(module, step.dropped, randomness)
         if step.dispatch is not None:
             shard_experts(model, step.module, step.dispatch, traffic)
         if step.input is not None:
@@ -196,6 +198,21 @@ def _share_norm(module: nn.Module, step: Step, mesh: Mesh) -> None:
     back = Crossing(Boundary({axis: COPY}, {axis: COPY}), True, mesh)
     features = sum(param.cut.parts)
     ShardedRMSNorm.take_over(module, rule, features, lambda squares: back(out(squares)))
+
+
+def _drop_as(module: nn.Module, sharding: ActivationSharding, randomness: Randomness) -> None:
+    """Make a dropout draw the mask of what is cut so; around it, activations stay as they are."""
+    around = list[ActivationSharding]()
+
+    def before(_: nn.Module, __: Any) -> None:
+        around.append(randomness.activation_sharding)
+        randomness.activation_sharding = sharding
+
+    def after(_: nn.Module, __: Any, ___: Any) -> None:
+        randomness.activation_sharding = around.pop()
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after)
 
 
 def _cut_embedding(module: nn.Embedding, param: Param, mesh: Mesh) -> None:

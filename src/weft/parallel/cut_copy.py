@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from weft._torch.tensors import FakeTensorMode
 from weft.core import DimShard
-from weft.nn import Chain, LocalMultiheadAttention, ShardedRMSNorm, is_conv1d, rms_rule
+from weft.nn import OF_OUTPUTS, Chain, LocalMultiheadAttention, ShardedRMSNorm, is_conv1d, rms_rule
 
 from .without_elements import copy_without_elements
 
@@ -58,6 +58,7 @@ def _cuts(model: nn.Module, chain: Chain) -> Mapping[int, DimShard]:
     for linear, cut in chain.cuts.items():
         module = model.get_submodule(linear)
         found[id(module.weight)] = cut
-        if linear != chain.row and getattr(module, "bias", None) is not None:
-            found[id(module.bias)] = DimShard(0, cut.parts, cut.units)
+        for leaf in OF_OUTPUTS if linear not in chain.rows else ():
+            if (each := getattr(module, leaf, None)) is not None:
+                found[id(each)] = DimShard(0, cut.parts, cut.units)
     return found

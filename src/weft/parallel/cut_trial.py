@@ -76,7 +76,7 @@ def _without(
     """The roles without the chains of modules of this one's class."""
     kind = type(model.get_submodule(module))
     gone = [c for c in roles.chains if type(model.get_submodule(chain_module(c))) is kind]
-    linears = [name for chain in gone for name in (*chain.columns, chain.row)]
+    linears = [name for chain in gone for name in chain.linears]
     if any(fnmatchcase(name, pattern) for pattern in request.roles or () for name in linears):
         problem = f"it does not run on its part ({reason})"
         raise UnsupportedModel(

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.core import Float8Linears, import_extra
-from weft.nn import is_conv1d
+from weft.nn import Int8Linear, is_conv1d
 
 # (x [..., in], weight, bias or None) -> [..., out]
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -77,7 +77,9 @@ def _forward_by(product: Product) -> Callable[[Any, Tensor], Tensor]:
 
 
 def plain_product(module: nn.Module) -> Product:
-    """How a linear multiplies in the dtype of its weight; also a Conv1D of Hugging Face."""
+    """How a linear multiplies that is not in float8; also a Conv1D of Hugging Face."""
+    if isinstance(module, Int8Linear):
+        return module.product
     return _conv1d if is_conv1d(module) else F.linear
 
 

@@ -52,9 +52,8 @@ def without_weights_read_elsewhere(request: PlanRequest, roles: Roles) -> Roles:
 
 def _weights(chain: Chain) -> set[tuple[str, str]]:
     """Its weights, each with the module that is to read it."""
-    linears = (*chain.columns, chain.row)
     if not chain.by_entry:
-        return {(f"{name}.weight", name) for name in linears}
+        return {(f"{name}.weight", name) for name in chain.linears}
     return {(name, chain.entry or "") for name in (f"{chain.row}.weight", *chain.parameters)}
 
 

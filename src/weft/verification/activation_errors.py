@@ -284,14 +284,16 @@ def _local_part(engine: TrainingEngine, name: str, value: Tensor, want: Tensor) 
         return rows.narrow(1, index * (rows.shape[1] // size), rows.shape[1] // size).flatten(0, 1)
     # samples and positions in one dim, which ranks have gathered in an order of their own
     flat = value.ndim == 2 and _in_sequence_region(engine.plan, name)
-    for step in engine.plan.steps if not flat else ():
+    # a module that gives what a linear in it makes is cut as that one, which may be part by part
+    inside = [s for s in engine.plan.steps if is_inside(s.module, name)] if not flat else []
+    for step in sorted(inside, key=lambda step: step.module != name):
         for p in step.params:
             if (
-                step.module == name
-                and p.cut is not None
+                p.cut is not None
                 and p.axis != EXPERTS
                 and p.name.endswith("weight")
                 and dim == want.ndim - 1
+                and (step.module == name or sum(p.cut.parts) == want.shape[dim])
             ):
                 here = engine.mesh.index(p.axis), engine.mesh.size(p.axis)
                 pieces = [want.narrow(dim, a, b - a) for a, b in p.cut.intervals(*here)]

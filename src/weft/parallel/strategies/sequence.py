@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from weft.core import COPY, SUM, Boundary, Param, Step, UnsupportedModel
+from weft.nn import OF_OUTPUTS
 
 from ._request import StepsRequest
 
@@ -58,8 +59,8 @@ def steps(request: StepsRequest) -> Iterator[Step]:
     cut = {
         f"{linear}.{leaf}"
         for c in roles.chains
-        for linear in (*c.columns, c.row)
-        for leaf in ("weight", "bias")
+        for linear in c.linears
+        for leaf in ("weight", *(OF_OUTPUTS if linear in c.columns else ("bias",)))
     }
     cut |= {name for chain in roles.chains for name in (*chain.inner, *chain.parameters)}
     cut |= {name for experts in roles.experts for name in experts.cuts}

@@ -30,7 +30,7 @@ from weft.core import (
     UnsupportedModel,
     is_inside,
 )
-from weft.nn import Chain, ExpertsRole, is_linear, local_attributes, unknown_forward
+from weft.nn import OF_OUTPUTS, Chain, ExpertsRole, is_linear, local_attributes, unknown_forward
 
 from ._request import StepsRequest
 from ._vocabulary import vocabulary_steps
@@ -142,9 +142,9 @@ def _chain(
     for column in chain.columns:
         cut = chain.cuts[column]
         params = [_weight(f"{column}.weight", cut, size, names)]
-        if f"{column}.bias" in names:
-            bias = DimShard(0, cut.parts, cut.units)
-            params.append(_weight(f"{column}.bias", bias, size, names))
+        each = DimShard(0, cut.parts, cut.units)
+        others = [f"{column}.{leaf}" for leaf in OF_OUTPUTS if f"{column}.{leaf}" in names]
+        params += [_weight(name, each, size, names) for name in others]
         own = entry if chain.entry is None else None
         yield Step(
             column,
@@ -153,14 +153,16 @@ def _chain(
             input=own,
             activation_sharding=activation_sharding if own else None,
         )
-    cut = chain.cuts[chain.row]
-    params = [_weight(f"{chain.row}.weight", cut, size, names)]
-    if f"{chain.row}.bias" in names:
-        # added once, after the reduction: on a slice of the sequence its gradient is a partial sum
-        params.append(
-            Param(names[f"{chain.row}.bias"], AXIS, COPY, COPY, SUM if outside != COPY else COPY)
-        )
-    yield Step(chain.row, "tensor", tuple(params), output=None if chain.by_entry else left)
+    for row in chain.rows:
+        params = [_weight(f"{row}.weight", chain.cuts[row], size, names)]
+        if f"{row}.bias" in names:
+            # added once, after the sum: on a slice of the sequence its gradient is a partial sum
+            grad = SUM if outside != COPY else COPY
+            params.append(Param(names[f"{row}.bias"], AXIS, COPY, COPY, grad))
+        yield Step(row, "tensor", tuple(params), output=None if chain.by_entry else left)
+    entering: ActivationSharding = "whole" if chain.entry or outside == COPY else "sequence"
+    for module, beside in chain.dropouts.items():
+        yield Step(module, "tensor", dropped="features" if beside == "row" else entering)
     for table in chain.tables:
         yield Step(
             table,

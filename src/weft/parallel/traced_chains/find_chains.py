@@ -20,6 +20,7 @@ from weft.nn import (
     is_linear,
     is_plain_linear,
     linear_features,
+    low_rank_factors,
     rms_rule,
 )
 
@@ -47,7 +48,7 @@ def traced_roles(request: PlanRequest, roles: Roles) -> Roles:
     corrected = (replace(c, entry=None) if c.row in misread else c for c in kept)
     roles = replace(roles, chains=tuple(corrected))
     chains, all_seen, uneven = traced_chains(request, roles, size)
-    cut = {name for chain in chains for name in (*chain.columns, chain.row)}
+    cut = {name for chain in chains for name in chain.linears}
     kinds = {type(request.model.get_submodule(chain_module(c))).__name__ for c in chains}
     notes = [
         note
@@ -70,7 +71,7 @@ def misread_chains(request: PlanRequest, roles: Roles, size: int) -> dict[str, s
     model = request.model
     copies = _alike(model, roles.blocks)
     guessed = [c for c in roles.chains if not _declared(c.row, request.roles or {})]
-    linears = {n for c in guessed for n in (*c.columns, c.row) if not _within_any(n, copies)}
+    linears = {n for c in guessed for n in c.linears if not _within_any(n, copies)}
     if not linears:
         return {}
     mode = fake_mode()
@@ -240,11 +241,12 @@ def _free_linears(
     model: nn.Module, roles: Roles, declared: Mapping[str, object]
 ) -> dict[str, nn.Module]:
     """The linears that may be cut: in order, plain, no other module's weight, of no role."""
-    used = {name for chain in roles.chains for name in (*chain.columns, chain.row)}
+    used = {name for chain in roles.chains for name in chain.linears}
     used |= {*roles.heads}
     modules = dict(model.named_modules())
     owned = [n for n, m in modules.items() if isinstance(m, nn.MultiheadAttention)]
     owned += [each.module for each in roles.experts]
+    owned += low_rank_factors(modules)
     weights = [id(p) for m in modules.values() for p in m.parameters(recurse=False)]
     found = {}
     for name, module in modules.items():

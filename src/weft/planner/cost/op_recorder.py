@@ -218,7 +218,7 @@ class OpRecorder(TorchDispatchMode):
         self.like: dict[str, str] = {}  # block that was stood in for -> one that is equal
         self.columns = {c for chain in roles.chains for c in (*chain.columns, *chain.tables)}
         self.columns |= {*roles.heads} if sharded_logits else set()
-        self.rows = {chain.row for chain in roles.chains}
+        self.rows = {row for chain in roles.chains for row in chain.rows}
         own = [chain for chain in roles.chains if chain.by_entry]
         self.summed = (self.rows - {c.row for c in own}) | {c.entry or "" for c in own}
         self.experts = {e.module: e for e in roles.experts}

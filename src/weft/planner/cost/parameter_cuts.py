@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from weft.core import Part
-from weft.nn import Roles
+from weft.nn import OF_OUTPUTS, Roles
 from weft.parallel import STATE_AXES
 
 from .model_work import Cut
@@ -18,10 +18,10 @@ def parameter_cuts(model: nn.Module, roles: Roles) -> dict[int, Cut]:
     modules = dict(model.named_modules())
     cuts: dict[int, Cut] = {id(p): "whole" for p in model.parameters()}
     for chain in roles.chains:
-        divided = [
-            f"{c}.{leaf}" for c in (*chain.columns, *chain.tables) for leaf in ("weight", "bias")
-        ]
-        for name in (*divided, *chain.parameters, f"{chain.row}.weight"):
+        made = (*chain.columns, *chain.tables)
+        divided = [f"{name}.{leaf}" for name in made for leaf in ("weight", *OF_OUTPUTS)]
+        divided += [f"{row}.weight" for row in chain.rows]
+        for name in (*divided, *chain.parameters):
             module, _, leaf = name.rpartition(".")
             if (p := modules[module]._parameters.get(leaf)) is not None:
                 cuts[id(p)] = "features"
