@@ -167,6 +167,30 @@ def test_a_whole_layout_is_priced_as_the_run_file_has_it(tmp_path: Path) -> None
     assert sum(row["memory"].values()) == pytest.approx(alone.peak_bytes[0])
 
 
+def test_blocks_that_run_again_by_name_are_priced_by_their_share(tmp_path: Path) -> None:
+    """Any two of four blocks as every second one; three of them between those and all."""
+    run, sheet = files(tmp_path)
+    where, found = Cluster.parse(f"{sheet}x1"), {}
+    named = {"two": ["blocks.[02]"], "first": ["blocks.0", "blocks.1"], "three": ["blocks.[0-2]"]}
+    for name, again in {**named, "second": 2, "full": "full", "none": "none"}.items():
+        asked = query_from_run(loaded(run, model__layers=4, train__recompute=again))
+        era = where.hardware.era("eager")
+        made = estimate(asked.work, asked.choices, where, era, asked.practice, asked.sync)
+        found[name] = float(made.peak_bytes[0]), float(made.step_s[0])
+    assert found["two"] == found["first"] == found["second"]
+    for less, more in (("full", "three"), ("three", "two"), ("two", "none")):
+        assert found[less][0] < found[more][0] and found[less][1] > found[more][1]
+    result = weft(
+        "plan", run, "--cluster", f"{sheet}x2", "--layout", "dp2", "--json",
+        "--set", 'train.recompute=["blocks.0"]',
+    )  # fmt: skip
+    (row,) = json.loads(result.output)["rows"]
+    assert row["recompute"] == ["blocks.0"]
+    wrong = ("--layout", "dp2", "--set", 'train.recompute=["block.0"]')
+    refused = weft("plan", run, "--cluster", f"{sheet}x2", *wrong)
+    assert refused.exit_code == 2 and "matches no module" in refused.output
+
+
 def test_a_schedule_of_ones_own_keeps_its_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,7 @@ from .predict_comms import (
     predict_collectives as predict_collectives,
 )
 from .predict_grad_comms import chosen_weights as chosen_weights
+from .recomputed_modules import recomputed_modules as recomputed_modules
 from .sequence_checks import no_sequence as no_sequence
 from .strategies import (
     allowed_options as allowed_options,

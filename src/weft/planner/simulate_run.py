@@ -225,7 +225,8 @@ def _faults(setup: Scenario, asked: SimulateRequest) -> FailureModel:
 def checkpoint_bytes(setup: Scenario) -> tuple[float, float]:
     """Of a rank that saves, and of the whole: weights and optimizer state, each once."""
     work, practice = setup.work, setup.practice
-    whole = work.params * practice.weight_bytes + work.trained_params * practice.state_bytes
+    weights = (work.params - work.int8_params) * practice.weight_bytes + work.int8_params
+    whole = weights + work.trained_params * practice.state_bytes
     update = next(part for part in setup.estimate().time if part.name == TimePart.OPTIMIZER)
     share = float(np.max(update.symbols["params"])) / max(1.0, work.trained_params)
     return share * whole, whole

@@ -18,7 +18,7 @@ from .breakdown import CostPart
 from .hardware import Cluster, Era
 from .layout_batch import Array, LayoutBatch
 from .memory import shard_counts, stage_params
-from .model_work import ModelWork
+from .model_work import Held, ModelWork
 from .network import Network, RankGroup, choose_group
 from .pipeline_stages import StageShare, recomputed_share, stage_shares
 from .precision_policy import PrecisionPolicy
@@ -55,15 +55,20 @@ class CostInputs:
     @cached_property
     def own_params(self) -> Array:
         """Parameters of the first stage that a rank keeps."""
-        return self._own(trained=False)
+        return self._own("params")
+
+    @cached_property
+    def own_int8(self) -> Array:
+        """Of these, those that are int8."""
+        return self._own("in_int8")
 
     @cached_property
     def updated_params(self) -> Array:
         """Parameters that a rank of the first stage updates."""
-        return self._own(trained=True)
+        return self._own("trained")
 
-    def _own(self, trained: bool) -> Array:
-        routed, plain = stage_params(self.stages[0], self.work, self.choices, trained)
+    def _own(self, held: Held) -> Array:
+        routed, plain = stage_params(self.stages[0], self.work, self.choices, held)
         few, many = shard_counts(self.choices)
         return np.where(many > 1, routed / few + plain / many, routed + plain)
 

@@ -316,7 +316,8 @@ class CostModel(CostInputs):
             "weights" in rests or "optimizer" in rests
         ):  # for forward and backward, or when they are updated
             weights = np.where(c.zero >= 3, 2.0, once) if "weights" in rests else once
-            nbytes = nbytes + self.own_params * weights * practice.weight_bytes
+            wide = (self.own_params - self.own_int8) * practice.weight_bytes
+            nbytes = nbytes + (wide + self.own_int8) * weights
         if "gradients" in rests or "optimizer" in rests:
             nbytes = (
                 nbytes
@@ -338,7 +339,7 @@ class CostModel(CostInputs):
         return self.exposed(TimePart.HOST, comm, slow.total, c.accumulate)
 
     def _accumulation_part(self) -> CostPart:
-        routed, plain = stage_params(self.stages[0], self.work, self.choices, trained=True)
+        routed, plain = stage_params(self.stages[0], self.work, self.choices, "trained")
         few, many = shard_counts(self.choices)
         parted = (many > 1) & (
             self.choices.zero >= 2

@@ -22,6 +22,7 @@ from .breakdown import CostPart, TimePart
 from .compute import BlockSeconds
 from .layout_batch import Array
 from .memory import shard_counts, stage_params, tied_params
+from .model_work import Held
 from .network import RankGroup, choose_group
 from .replica_sync import steps_independently, sync_cost
 
@@ -41,7 +42,7 @@ def gradient_parts(at: CostInputs, slow: BlockSeconds) -> tuple[list[CostPart], 
         at.practice.reduce_bytes,
     )
     few, _ = shard_counts(c)
-    routed, plain = _stage_params(at, trained=True)
+    routed, plain = _stage_params(at, "trained")
     m, zero = c.accumulate, np.zeros(len(c))
     back, forth = slow.backward + slow.weight + slow.again, slow.forward
     sharded, zero3 = c.state_ranks > 1, (c.state_ranks > 1) & (c.zero >= 3)
@@ -53,22 +54,23 @@ def gradient_parts(at: CostInputs, slow: BlockSeconds) -> tuple[list[CostPart], 
     inner = net.group(c, *STATE_AXES)
     if wide.any():
         inner = choose_group(wide, net.group(c, *STATE_AXES, *SEQUENCE_AXES), inner)
-    gradients, graded_again = _sharded_params(at, trained=True)
-    weights, again = _sharded_params(at, trained=False)
+    gradients, graded_again = _sharded_params(at, "trained")
+    weights, again = _sharded_params(at, "params")
+    in_int8, _ = _sharded_params(at, "in_int8")
+    narrow = in_int8 / np.maximum(weights, 1.0)  # of weights, the share that is a byte each
+    gather_bytes = practice.gather_bytes * (1 - narrow) + narrow
     wire = (inner.size - 1) / inner.size
     sizes = at.work.units
     units = 1 + practice.messages * sizes.each * at.stages[0].layers * at.work.depth
     scatter = np.where(sharded, net.gather_s(gradients * item, inner, "reduce_scatter", units), 0.0)
-    gathered = np.where(
-        sharded, net.gather_s(weights * practice.gather_bytes, inner, count=units), 0.0
-    )
+    gathered = np.where(sharded, net.gather_s(weights * gather_bytes, inner, count=units), 0.0)
     # what is no repeated block is gathered once for a microbatch's forward and backward, in a
     # pipeline once a step
     once = np.where(c.stage_ranks > 1, 1, m)
     reduces = every * graded_again + np.minimum(every, once) * (1 - graded_again)
     gathers = np.where(zero3, 2 * m * again + once * (1 - again), 1)
     at.traffic[STATE_AXES[0]] = wire * (
-        gradients * reduces * item + weights * gathers * practice.gather_bytes
+        gradients * reduces * item + weights * gathers * gather_bytes
     )
 
     # what is left to sum: all of it or the shard, over the other axes whose ranks have other
@@ -142,23 +144,23 @@ def gradient_parts(at: CostInputs, slow: BlockSeconds) -> tuple[list[CostPart], 
     return found, exchanged
 
 
-def _stage_params(at: CostInputs, trained: bool) -> tuple[Array, Array]:
-    """Parameters of the first stage, or those that are `trained`: of experts that are spread over
-    ranks, and all others."""
-    routed, plain = stage_params(at.stages[0], at.work, at.choices, trained)
+def _stage_params(at: CostInputs, held: Held) -> tuple[Array, Array]:
+    """Parameters of the first stage, those that are `held`: of experts that are spread over ranks,
+    and all others."""
+    routed, plain = stage_params(at.stages[0], at.work, at.choices, held)
     alike = at.choices.experts <= 1  # every rank has all experts
     return np.where(alike, 0.0, routed), plain + np.where(alike, routed, 0.0)
 
 
-def _sharded_params(at: CostInputs, trained: bool) -> tuple[Array, Array]:
-    """Parameters of the first stage that fsdp shards, or those that are `trained`; and which share
-    of them is in units that are freed between forward and backward."""
+def _sharded_params(at: CostInputs, held: Held) -> tuple[Array, Array]:
+    """Parameters of the first stage that fsdp shards, those that are `held`; and which share of
+    them is in units that are freed between forward and backward."""
     c = at.choices
-    routed, plain = _stage_params(at, trained)
+    routed, plain = _stage_params(at, held)
     few, _ = shard_counts(c)
     own = plain + np.where(few > 1, routed, 0.0)
     ends = replace(at.stages[0], layers=np.zeros(len(c)))
-    repeated = own - sum(stage_params(ends, at.work, c, trained))
+    repeated = own - sum(stage_params(ends, at.work, c, held))
     freed = repeated * (1 - at.work.units.left)
     return own, np.where(c.state_ranks > 1, freed, 0.0) / np.maximum(own, 1.0)
 

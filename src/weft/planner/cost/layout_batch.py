@@ -143,11 +143,12 @@ class LayoutBatch:
         *,
         batch: int,
         accumulate: int | Sequence[int] = 1,
-        recompute: str | int | Sequence[str | int] = "none",
+        recompute: str | int | float | Sequence[str | int | float] = "none",
         schedule: str | Sequence[str] = DEFAULT_SCHEDULE,
         chunks: int | Sequence[int] = 1,
     ) -> Self:
-        """These layouts, each with the rest of its choice: one value for all, or one for each."""
+        """These layouts, each with the rest of its choice: one value for all, or one for each.
+        `recompute`: as [train] has it, or a share of the repeated blocks."""
         count = len(layouts)
 
         def each(value: Any) -> list[Any]:
@@ -177,7 +178,11 @@ class LayoutBatch:
             accumulate=parts,
             again=np.array(
                 [
-                    1.0 if mode == "full" else 1 / mode if isinstance(mode, int) else 0.0
+                    1 / mode
+                    if isinstance(mode, int)
+                    else mode
+                    if isinstance(mode, float)
+                    else float(mode == "full")
                     for mode in modes
                 ]
             ),

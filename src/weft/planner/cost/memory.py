@@ -24,7 +24,7 @@ from weft.parallel import (
 from .breakdown import CostPart, MemoryPart
 from .compute import ranks_dividing
 from .layout_batch import Array, LayoutBatch
-from .model_work import BlockWork, ModelWork
+from .model_work import BlockWork, Held, ModelWork
 from .pipeline_stages import StageShare, splits_backward, stage_shares
 from .precision_policy import PrecisionPolicy
 from .replica_sync import kept_bytes, server_count
@@ -41,15 +41,15 @@ OFFLOADED = (
 
 
 def stage_params(
-    stage: StageShare, work: ModelWork, choices: LayoutBatch, trained: bool = False
+    stage: StageShare, work: ModelWork, choices: LayoutBatch, held: Held = "params"
 ) -> tuple[Array, Array]:
-    """Parameters that a rank of this stage computes with, or those of them that are `trained`: of
-    experts, and all others. A tied one that lies on another rank too is a second copy there."""
+    """Parameters that a rank of this stage computes with: of experts, and all others. A tied one
+    that lies on another rank too is a second copy there. `held`: which of them."""
     many = np.maximum(choices.experts, 1)
     plain, routed = np.zeros(len(choices)), np.zeros(len(choices))
     for block, count in stage.holds(work):
         second = np.where(block.tied & (stage.before * stage.after > 0), 0.0, 1.0)
-        for cut, elements in block.trained if trained else block.params:
+        for cut, elements in getattr(block, held):
             if cut == "expert":
                 routed = routed + count * elements / (choices.feature_ranks * many)
             else:
@@ -236,18 +236,21 @@ def _rank(
     few, many = shard_counts(choices)
     more, unsharded = part_params(stage, work, choices)
     full, sharded = routed + plain, routed / few + plain / many + more
-    routed, plain = stage_params(stage, work, choices, trained=True)
+    routed, plain = stage_params(stage, work, choices, "in_int8")
+    full_int8, sharded_int8 = routed + plain, routed / few + plain / many
+    routed, plain = stage_params(stage, work, choices, "trained")
     more, _ = part_params(stage, work, choices, trained=True)
     full_trained, sharded_trained = routed + plain, routed / few + plain / many + more
     away = {name: choices.offload & (name in practice.offloads) for name in OFFLOADED}
     zero3, zero2 = choices.zero >= 3, choices.zero >= 2
     shards = zero3 | practice.shards_weights
     resting = np.where(many > 1, np.where(shards, sharded, full), full)
+    int8 = np.where(many > 1, np.where(shards, sharded_int8, full_int8), full_int8)
     graded = np.where((many > 1) & zero2, sharded_trained, full_trained)
-    resting = np.where(
-        away[MemoryPart.WEIGHTS] & shards, 0.0, resting
-    )  # else they stay here for a step as they were gathered
-    copied = np.where((many > 1) & zero3, unsharded, full)
+    # else they stay here for a step as they were gathered
+    resting, int8 = (np.where(away[MemoryPart.WEIGHTS] & shards, 0.0, n) for n in (resting, int8))
+    resting = resting - int8
+    copied = np.where((many > 1) & zero3, unsharded, full - full_int8)
     graded = np.where(
         away[MemoryPart.GRADIENTS] & zero2, 0.0, graded
     )  # else they are added up here, and then reduced
@@ -281,7 +284,8 @@ def _rank(
         left = work.units.left * (full - sum(stage_params(ends, work, choices)))
     gathered = np.where(
         (many > 1) & zero3,
-        np.minimum((1 + practice.ahead) * unit + left, full) * practice.gather_bytes
+        np.minimum((1 + practice.ahead) * unit + left, full)
+        * (practice.gather_bytes - (practice.gather_bytes - 1) * full_int8 / np.maximum(full, 1.0))
         + (unit + left) * practice.reduce_bytes,
         0.0,
     )
@@ -343,11 +347,12 @@ def _rank(
     parts = (
         CostPart(
             MemoryPart.WEIGHTS,
-            resting * practice.weight_bytes + copied * practice.copy_bytes,
-            "params x weight_bytes + copied x copy_bytes",
+            resting * practice.weight_bytes + int8 + copied * practice.copy_bytes,
+            "params x weight_bytes + int8 + copied x copy_bytes",
             {
                 "params": resting,
                 "weight_bytes": practice.weight_bytes,
+                "int8": int8,
                 "copied": copied,
                 "copy_bytes": practice.copy_bytes,
             },
@@ -422,21 +427,27 @@ def _rank(
             },
         ),
     )
-    return (*parts, _start_part(parts, whole_at_start(work, choices), resting, practice))
+    return (*parts, _start_part(parts, whole_at_start(work, choices), resting, int8, practice))
 
 
 def _start_part(
-    training: Sequence[CostPart], whole: Array, resting: Array, practice: PrecisionPolicy
+    training: Sequence[CostPart],
+    whole: Array,
+    resting: Array,
+    int8: Array,
+    practice: PrecisionPolicy,
 ) -> CostPart:
     """What the start needs more than training, which holds nothing of it."""
     held = sum((part.value for part in training), np.zeros(len(whole)))
-    needed = resting * practice.weight_bytes + whole * practice.start_bytes
+    needed = resting * practice.weight_bytes + int8 + whole * practice.start_bytes
     return CostPart(
         MemoryPart.START,
         np.maximum(0.0, needed - held) if practice.start_bytes else np.zeros(len(whole)),
-        "max(0, params x weight_bytes + whole x start_bytes - training), whole weights at once",
+        "max(0, params x weight_bytes + int8 + whole x start_bytes - training), whole weights at"
+        " once",
         {
             "params": resting,
+            "int8": int8,
             "weight_bytes": practice.weight_bytes,
             "whole": whole,
             "start_bytes": practice.start_bytes,

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+# Which of a block's parameters: all, those that are trained, those that lie in a byte each
+Held = Literal["params", "trained", "in_int8"]
 # What divides an op's work, what it keeps, and parameters:
 #   whole      data and sequence axes alone: every rank of tp does all of it
 #   sequence   tp too, where it has that option: norms, dropout, residuals
@@ -72,7 +74,8 @@ class BlockWork:
     of one dispatch of tokens to experts; `experts` in the block. `working_bytes`: the most that its
     backward needs beside what was saved, divided by tp. `repeated`: recomputation may be asked of
     it. `tied`: its parameters are those of a block before it. `frozen`: of `params`, the elements
-    that are not trained. `parts`: of `params`, those that are not stored as others are.
+    that are not trained; `in_int8`: those that are int8, whatever the others are. `parts`: of
+    `params`, those that are not stored as others are.
     """
 
     name: str
@@ -92,6 +95,7 @@ class BlockWork:
     repeated: bool = False
     tied: bool = False
     frozen: tuple[tuple[Cut, float], ...] = ()
+    in_int8: tuple[tuple[Cut, float], ...] = ()
     parts: tuple[PartWork, ...] = ()
 
     def elements(self, cut: Cut | None = None) -> float:
@@ -140,8 +144,16 @@ class ModelWork:
     @property
     def trained_params(self) -> float:
         """Elements that are trained, tied ones once."""
-        trained = ((b.count, n) for b in self.blocks if not b.tied for _, n in b.trained)
-        return sum(count * n for count, n in trained)
+        return self._elements("trained")
+
+    @property
+    def int8_params(self) -> float:
+        """Elements that are int8."""
+        return self._elements("in_int8")
+
+    def _elements(self, held: Held) -> float:
+        own = ((b.count, n) for b in self.blocks if not b.tied for _, n in getattr(b, held))
+        return sum(count * n for count, n in own)
 
     @property
     def head(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from .model_work import Cut, Kind
@@ -59,7 +60,8 @@ class OpTotals:
 @dataclass
 class ModuleRecord:
     """One module of the chain: `sums` of its ops, `bytes` by what they are, `counts`, elements of
-    its `params`, of these the `frozen` ones, and by the axes that store them those of `parts`."""
+    its `params`, of these the `frozen` ones and those `in_int8`, and by the axes that store them
+    those of `parts`."""
 
     name: str
     sums: dict[OpKey, OpTotals] = field(default_factory=lambda: defaultdict(OpTotals))
@@ -67,6 +69,7 @@ class ModuleRecord:
     counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     params: dict[Cut, int] = field(default_factory=lambda: defaultdict(int))
     frozen: dict[Cut, int] = field(default_factory=lambda: defaultdict(int))
+    in_int8: dict[Cut, int] = field(default_factory=lambda: defaultdict(int))
     parts: dict[tuple[Cut, tuple[str, ...]], list[int]] = field(
         default_factory=lambda: defaultdict(lambda: [0, 0])
     )
@@ -85,6 +88,8 @@ class ModuleRecord:
         self.params[cut] += parameter.numel()
         if not parameter.requires_grad:
             self.frozen[cut] += parameter.numel()
+        if parameter.dtype == torch.int8:
+            self.in_int8[cut] += parameter.numel()
         if stored is not None:
             counts = self.parts[cut, stored]
             counts[0] += parameter.numel()

@@ -52,9 +52,10 @@ def chain_parts(work: ModelWork) -> tuple[list[BlockWork], list[BlockWork], list
 def recomputed_share(work: ModelWork, choices: LayoutBatch) -> tuple[Array, Array]:
     """Of a rank's repeated blocks the share that runs again, where every k-th of the model does: of
     the rank that has the most of these; and so that what is left is what the rank keeps that keeps
-    the most."""
+    the most. Another share is that of every rank."""
     again = choices.again
     some = (again > 0) & (again < 1) & (work.depth > 0)
+    some &= np.isclose(1 / np.where(some, again, 1), np.rint(1 / np.where(some, again, 1)))
     if not some.any():
         return again, again
     p, v = choices.stage_ranks, np.where(choices.stage_ranks > 1, choices.chunks, 1)

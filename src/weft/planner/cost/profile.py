@@ -133,9 +133,13 @@ def _block(few: ModuleRecord, many: ModuleRecord) -> BlockWork:
     sizes: dict[str, Any] = {name: each(few.bytes[name], many.bytes[name]) for name in BYTES}
     sizes |= {name: few.counts[name] for name in COUNTS}
     params = tuple((cut, float(count)) for cut, count in sorted(few.params.items()))
-    frozen = tuple((cut, float(count)) for cut, count in sorted(few.frozen.items()))
+    frozen, in_int8 = (
+        tuple((cut, float(count)) for cut, count in sorted(of.items()))
+        for of in (few.frozen, few.in_int8)
+    )
     parts = tuple(PartWork(*key, float(n), float(t)) for key, (n, t) in sorted(few.parts.items()))
-    sizes |= {"repeated": few.repeated, "tied": few.tied, "frozen": frozen, "parts": parts}
+    sizes |= {"repeated": few.repeated, "tied": few.tied, "parts": parts}
+    sizes |= {"frozen": frozen, "in_int8": in_int8}
     return BlockWork(few.name, 1, tuple(ops), params, **sizes)
 
 

@@ -60,11 +60,13 @@ WITH_CHUNKS = tuple(
 @dataclass(frozen=True)
 class Candidates:
     """`choices`, and of each the axes that spread experts too: bit i of `spread` is axis i of
-    SPREADING. `conventions`: those that left others out."""
+    SPREADING. `conventions`: those that left others out; `recomputed`: globs of the modules that
+    run again, where they are named."""
 
     choices: LayoutBatch
     spread: Array
     conventions: frozenset[str] = frozenset()
+    recomputed: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.choices)
@@ -94,8 +96,10 @@ class Candidates:
         ]
         return Layout(tuple(live) or Layout.single().sizes, tuple(options))
 
-    def recompute(self, index: int) -> str | int:
+    def recompute(self, index: int) -> str | int | tuple[str, ...]:
         """Of one: as [train] has it."""
+        if self.recomputed:
+            return self.recomputed
         if self.choices.selective[index]:
             return "selective"
         again = float(self.choices.again[index])

@@ -47,10 +47,15 @@ def explain_json(row: RankedLayout) -> dict[str, Any]:
     return {kind: [_object(part) for part in found] for kind, found in parts.items()}
 
 
+def recompute_text(row: RankedLayout) -> str:
+    """What runs again in backward, in a word."""
+    return "named" if isinstance(row.recompute, tuple) else str(row.recompute)
+
+
 def describe_row(row: RankedLayout) -> str:
     """One choice in a line."""
     stages = f", {row.schedule}{_options(row.options)}" if row.schedule else ""
-    again = f", recompute {row.recompute}" if row.recompute != "none" else ""
+    again = f", recompute {recompute_text(row)}" if row.recompute != "none" else ""
     return f"{row.layout}: {row.accumulate} microbatches of {row.microbatch}{stages}{again}"
 
 

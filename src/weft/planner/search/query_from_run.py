@@ -4,15 +4,15 @@ of a run file."""
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from torch import nn
 
-from weft.core import DEFAULT_SCHEDULE, ConfigError, Layout, PipelineConfig, RunConfig, Sync
-from weft.parallel import (
-    axis_table,
-)
+from weft.core import DEFAULT_SCHEDULE, Layout, PipelineConfig, RunConfig, Sync
+from weft.nn import block_lists, callable_blocks
+from weft.parallel import axis_table, recomputed_modules
 from weft.pipeline import check_split_points, choose_schedule, schedule_of, schedules
 from weft.train import (
     Dataset,
@@ -52,8 +52,10 @@ def query_from_run(
     whose kernels it would run, as a sheet has it. `work`: its model's, where that is known. Raises
     Refusal."""
     there = run if axes is None else with_layout(run, axes)
-    work = work or work_of_run(run, build_skeleton(run), build_dataset(run), device)
-    return RunQuery(work, layout_of_run(there), run_precision(run), build_sync(run))
+    named = isinstance(run.train.recompute, tuple)
+    bare = build_skeleton(run) if work is None or named else nn.Module()
+    work = work or work_of_run(run, bare, build_dataset(run), device)
+    return RunQuery(work, layout_of_run(there, bare), run_precision(run), build_sync(run))
 
 
 def work_of_run(run: RunConfig, bare: nn.Module, held: Dataset, device: str) -> ModelWork:
@@ -72,12 +74,11 @@ def work_of_run(run: RunConfig, bare: nn.Module, held: Dataset, device: str) -> 
     )
 
 
-def layout_of_run(run: RunConfig) -> LayoutBatch:
-    """The layout of a run, with its microbatches, recomputation and schedule. Raises Refusal."""
+def layout_of_run(run: RunConfig, model: nn.Module) -> LayoutBatch:
+    """The layout of a run, with its microbatches, recomputation and schedule. `model`: its own,
+    which is asked where modules that run again are named. Raises Refusal."""
     layout, recompute = run.layout.axes, run.train.recompute
-    if isinstance(recompute, tuple):
-        problem, fix = "has no price by names", 'price "full" or a number of blocks in its place'
-        raise ConfigError("train.recompute", list(recompute), problem, fix)
+    again = _named_share(model, recompute) if isinstance(recompute, tuple) else recompute
     name, chunks = _schedule(run, layout)
     if layout.stage_ranks > 1:
         check_split_points(run.pipeline.cut, layout.stage_ranks * chunks, f"{name} over {layout}")
@@ -85,10 +86,19 @@ def layout_of_run(run: RunConfig) -> LayoutBatch:
         [plain_layout(layout)],
         batch=run.train.batch,
         accumulate=run.train.accumulate,
-        recompute=recompute,
+        recompute=again,
         schedule=name,
         chunks=chunks,
     )
+
+
+def _named_share(model: nn.Module, patterns: Sequence[str]) -> float:
+    """Of the repeated blocks the share that these globs name. Other modules that they name, such as
+    a stem, count as if they were kept. Raises ConfigError."""
+    lists = block_lists(model)
+    blocks = callable_blocks(model, (name for each in lists for name in each))
+    again = recomputed_modules(model, patterns, blocks)
+    return len({*again} & {*blocks}) / max(1, len(blocks))
 
 
 def plain_layout(layout: Layout) -> Layout:
@@ -132,7 +142,7 @@ def run_with_layout(
     run: RunConfig,
     axes: str,
     accumulate: int,
-    recompute: str | int,
+    recompute: str | int | tuple[str, ...],
     name: str,
     options: dict[str, int],
 ) -> RunConfig:

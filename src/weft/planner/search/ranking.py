@@ -64,7 +64,7 @@ class RankedLayout:
     options: Mapping[str, int]
     microbatch: int
     accumulate: int
-    recompute: str | int
+    recompute: str | int | tuple[str, ...]
     step_s: float
     tokens_per_s: float
     mfu: float

@@ -12,7 +12,7 @@ from ..cluster_sim.report import hours_text
 from ..cost.hardware import GIB
 from .baselines import Baseline, limits
 from .candidates import LeftOut
-from .explain import excess_text
+from .explain import excess_text, recompute_text
 from .query import PlanQuery
 from .ranking import RankedLayout, Ranking
 
@@ -153,7 +153,7 @@ class PlanReport:
         for place, (row, name) in enumerate(zip(rows, names), 1):
             lines.append(
                 f"{place:>2} {row.layout:<{wide}} {name:<{named}} {row.microbatch:>5}"
-                f" {row.recompute:>9} {row.step_s:>7.4g}"
+                f" {recompute_text(row):>9} {row.step_s:>7.4g}"
                 f" {short_count(row.tokens_per_s):>{len(each)}} {row.mfu:>3.0%}"
                 f" {row.held_bytes / GIB:>5.1f}  {self._limit(row)}"
             )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from weft.core import Layout, LayoutError, PipelineConfig, Refusal, RunConfig
+from weft.core import Layout, LayoutError, PipelineConfig, Refusal
 from weft.pipeline import schedule_of
 from weft.train import with_layout
 
@@ -42,7 +42,7 @@ def rank_whole(
     rows: list[RankedLayout] = []
     for pattern in patterns:
         _check(question, pattern, checker, "--layout")
-        one = _written_layout(checker.run, pattern)
+        one = _written_layout(checker, pattern)
         (row,) = simulate_rows(question, rows_of(question, one))
         if checker.first((row,)) is not None:
             rows.append(row)
@@ -59,11 +59,14 @@ def rank_whole(
     )
 
 
-def _written_layout(run: RunConfig, pattern: LayoutPattern) -> Candidates:
+def _written_layout(checker: FeasibilityChecker, pattern: LayoutPattern) -> Candidates:
     """A whole layout, with the rest as the run file has it."""
+    run, recompute = checker.run, checker.run.train.recompute
     layout = plain_layout(pattern.layout)
     spread = sum(1 << bit for bit, axis in enumerate(SPREADING) if layout.spreads_experts(axis))
-    return Candidates(layout_of_run(with_layout(run, pattern.layout)), np.array([spread]))
+    laid = layout_of_run(with_layout(run, pattern.layout), checker.bare)
+    named = recompute if isinstance(recompute, tuple) else ()
+    return Candidates(laid, np.array([spread]), recomputed=named)
 
 
 def _schedule(one: Candidates) -> tuple[str, int]:
