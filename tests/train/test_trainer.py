@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import weft
 from weft import checkpoint
+from weft.checkpoint.index import index_text
 from weft.core import run_config, short_number
 from weft.core.action_costs import ActionCosts
 from weft.core.errors import CheckpointError, ConfigError, DataError, WeftError, WorkerDied
@@ -559,6 +560,27 @@ def test_a_run_is_not_resumed_in_another_order_of_samples(tmp_path: Path) -> Non
             ConfigError, match=rf"train.{key} = {value}: .* Resume with {key} {was}"
         ):
             check_output(make(tmp_path, **{f"train__{key}": value}), True)
+
+
+def test_a_run_is_not_resumed_with_another_optimizer(tmp_path: Path) -> None:
+    """AdamW's first moments are not Lion's. A checkpoint that does not say whose state it holds is
+    told by what it holds."""
+    train(make(tmp_path), False)
+    check_output(make(tmp_path, optimizer__lr=1e-4), True)
+    for name in ("lion", "adam", "sgd"):
+        other = make(tmp_path, optimizer__name=name, train__steps=9)
+        said = rf"optimizer.name = '{name}': .* holds the state of adamw. Resume with \"adamw\""
+        with pytest.raises(ConfigError, match=said):
+            check_output(other, True)
+    folder = tmp_path / "out" / "checkpoints"
+    contents = checkpoint.read_index(folder)
+    assert contents.scalars.pop("optimizer") == "adamw"
+    (folder / "step-000006" / "index.json").write_text(index_text(contents))
+    for name, kept in (("lion", "exp_avg_sq"), ("sgd", "exp_avg")):
+        other = make(tmp_path, optimizer__name=name, train__steps=9)
+        check_output(other, True)
+        with pytest.raises(CheckpointError, match=rf"has {kept} of .*, which \w+ does not keep"):
+            train(other, True)
 
 
 def test_a_checkpoint_of_a_larger_model_is_not_resumed(tmp_path: Path) -> None:

@@ -83,6 +83,13 @@ class AsyncCheckpointer:
             error, self._error = self._error, None
             raise error
 
+    def finish(self, limit_s: float) -> bool:
+        """Wait at most so long for the latest checkpoint, where another error ends the run: its own
+        errors are not raised. Returns whether none is being written any more."""
+        if self._thread is not None:
+            self._thread.join(limit_s)
+        return self._thread is None or not self._thread.is_alive()
+
     def _copy_shard(self, piece: LocalShard) -> LocalShard:
         if not piece.writer or not piece.chunks:  # only the name, shape and dtype matter
             return replace(piece, tensor=torch.empty_like(piece.tensor, device="meta"))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from weft.core import (
     EXPERTS,
+    CheckpointError,
     ConfigError,
     Divides,
     Plan,
@@ -226,6 +227,9 @@ def make_state(
         params: its parameters by name.
         saved: names of the tensors in the checkpoint; only parameters with saved state get state.
         updates: whether this rank updates the parameter of this name.
+
+    Raises:
+        CheckpointError: The checkpoint has state that this optimizer does not keep.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -239,10 +243,18 @@ def make_state(
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    with_state = {name.split("/")[1] for name in saved if name.startswith("optimizer/")}
+    held = [name.split("/") for name in saved if name.startswith("optimizer/")]
+    with_state: dict[str, set[str]] = {}
+    for _, name, key in held:
+        with_state.setdefault(name, set()).add(key)
     for name, p in params.items():
         if name not in with_state:  # no gradient ever came
             optimizer.state.pop(p, None)
+        elif updates(name) and (left := with_state[name] - optimizer.state.get(p, {}).keys()):
+            kind = type(optimizer).__name__
+            problem = f"the checkpoint has {min(left)} of {name}, which {kind} does not keep"
+            fix = "resume with the optimizer and groups that wrote it, or begin another run"
+            raise CheckpointError("optimizer", kind, problem, fix)
 
 
 def scale_grads(grads: Iterable[Tensor], factor: Tensor) -> None:

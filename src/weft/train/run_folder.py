@@ -35,6 +35,7 @@ SAMPLE = "sample.txt"
 # scalars of a checkpoint
 LEFT_OUT, LOSSES, DATA, SAMPLES = "batches_left_out", "losses", "data", "samples"
 GROUPED = "group_by_length"
+OPTIMIZER = "optimizer"
 _ANOTHER = "resume from another checkpoint, which weft saved"
 
 
@@ -108,6 +109,7 @@ def _check_resume(run: RunConfig, contents: CheckpointIndex) -> None:
             raise ConfigError(
                 field, value, problem, f"resume with {key} {was}, or begin another run"
             )
+    _check_optimizer(run, contents.scalars.get(OPTIMIZER))
     loop_state(contents.scalars)
     if DATA in contents.scalars:
         read_position(contents.scalars[DATA], run.data.shuffle_buffer)
@@ -116,6 +118,25 @@ def _check_resume(run: RunConfig, contents: CheckpointIndex) -> None:
         raise ConfigError(
             "train.steps", run.train.steps, problem, f"resume with at least {contents.step}"
         )
+
+
+def optimizer_name(run: RunConfig) -> str:
+    """What the run file calls its optimizer."""
+    return str(run.optimizer.build or run.optimizer.name)
+
+
+def _check_optimizer(run: RunConfig, was: object) -> None:
+    """Refuse state of another optimizer. A function of the user's own may have been renamed: what
+    it keeps is compared where it is loaded. `was`: None where a checkpoint does not say it."""
+    now = optimizer_name(run)
+    if was in (None, now) or (":" in str(was) and ":" in now):
+        return
+    fix = f'resume with "{was}", or begin another run'
+    if run.model.hf is not None:
+        fix += "; weft checkpoint export writes these weights, which [model] hf then names"
+    field = "optimizer.build" if run.optimizer.build else "optimizer.name"
+    problem = f"the checkpoint in {run.output} holds the state of {was}"
+    raise ConfigError(field, now, problem, fix)
 
 
 def data_position(run: RunConfig, samples: int | None = None) -> dict[str, int]:

@@ -33,7 +33,16 @@ from .metrics import Line, Metrics, StepTimer, WaitTimer, highest_over_ranks, pe
 from .prefetch import Prefetcher
 from .progress import Progress
 from .rank_times import RankTimes
-from .run_folder import DATA, LEFT_OUT, LOSSES, checkpoint_folder, data_position, loop_state
+from .run_folder import (
+    DATA,
+    LEFT_OUT,
+    LOSSES,
+    OPTIMIZER,
+    checkpoint_folder,
+    data_position,
+    loop_state,
+    optimizer_name,
+)
 from .step_profiler import StepRecorder, recorded
 from .stop_request import StopRequest
 from .stream_loader import AnyLoader
@@ -49,6 +58,8 @@ MOST_LEFT_OUT = 10  # in a row, before it is no accident
 
 
 MOST_BACK = 3  # to one checkpoint
+
+FINISH_S = 300.0  # for a checkpoint that is being written when a step fails
 
 
 @dataclass
@@ -332,6 +343,7 @@ class TrainLoop:
                 {
                     **self.engine.scalars(),
                     **data_position(self.run, self.samples),
+                    OPTIMIZER: optimizer_name(self.run),
                     LEFT_OUT: self.passed,
                     LOSSES: [*self.spikes.recent],
                     **({} if (position := self.loader.position()) is None else {DATA: position}),
@@ -344,6 +356,18 @@ class TrainLoop:
                 self.saver.wait()
         self.watchdog.beat(f"the checkpoint of step {step}")
         self.callbacks.checkpoint_saved(step)
+
+
+@contextmanager
+def finishing_checkpoint(loop: TrainLoop) -> Iterator[None]:
+    """Where a step fails in this context, the checkpoint that is being written is finished first:
+    other ranks, which write their part of it, end with this one."""
+    try:
+        yield
+    except Exception:
+        with loop.watchdog.rare():
+            loop.saver.finish(FINISH_S)
+        raise
 
 
 @contextmanager

@@ -52,7 +52,7 @@ from .step_profiler import StepProfiler, StepRecorder
 from .stop_request import StopRequest
 from .stream_loader import AnyLoader, make_loader
 from .trace_recorder import FIRST, TraceRecorder
-from .train_loop import Compare, TrainLoop
+from .train_loop import Compare, TrainLoop, finishing_checkpoint
 from .validation import Validation
 
 
@@ -217,7 +217,8 @@ def _train(
             engine.heard = partial(
                 watchdog.beat, "a call"
             )  # while the driver validates a worker takes no steps
-        interrupted = loop(interrupt)
+        with finishing_checkpoint(loop):
+            interrupted = loop(interrupt)
     if profiler is not None and (profile := profiler.finish(folder)) is not None:
         progress.say(f"profile of steps {t.profile}: {profile}; open it at ui.perfetto.dev")
     drawing = (
