@@ -99,6 +99,7 @@ from .run_config import (
     RunConfig as RunConfig,
     SyncConfig as SyncConfig,
     load_run as load_run,
+    table_keys as table_keys,
 )
 from .schedule import (
     CELL as CELL,

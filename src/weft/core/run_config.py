@@ -21,7 +21,7 @@ of what the table names; `weft.train.build` checks them.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -447,6 +447,12 @@ def load_run(path: str | Path, overrides: Mapping[str, str] | None = None) -> Ru
         return RunConfig.model_validate(tables)
     except ValidationError as error:
         raise toml_refusal(error, RunConfig, "run file") from None
+
+
+def table_keys(table: str) -> Collection[str]:
+    """The keys that a table of the run file has of its own, beside arguments of what it names."""
+    found = RunConfig.model_fields.get(table)
+    return getattr(found.annotation, "model_fields", ()) if found is not None else ()
 
 
 # ---- overrides and hints -------------------------------------------------------------------------

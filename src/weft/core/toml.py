@@ -169,9 +169,8 @@ def _refusal(error: ErrorDetails, model: type[BaseModel], file: str) -> ConfigEr
     if kind == "literal_error":
         known = re.findall(r"'([^']*)'", context["expected"])
         problem, fix = "is not known", f"write one of {', '.join(known)}"
-        fix += (
-            f"; {nearest(value, known)}"
-            if isinstance(value, str) and "did you" in nearest(value, known)
-            else ""
-        )
+        if len(known) == 1:
+            fix = f'write "{known[0]}"'
+        elif isinstance(value, str) and "did you" in nearest(value, known):
+            fix += f"; {nearest(value, known)}"
     return ConfigError(field, value, problem, f"{fix} ({about})" if about else fix)

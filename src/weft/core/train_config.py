@@ -303,7 +303,7 @@ def _check_schedule(train: TrainConfig) -> None:
     if train.steps is not None and train.warmup > train.steps:
         raise table_error(
             "is longer than the whole run",
-            f"use at most steps = {train.steps}",
+            f"use at most steps = {train.steps}, as in --set train.warmup=0 for a short trial",
             warmup=train.warmup,
         )
     if train.decay == "constant" and train.decay_share is not None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from weft.core import ConfigError, Weight, nearest, require_known
+from weft.core import ConfigError, Weight, nearest, require_known, table_keys
 
 from .adamw8bit import AdamW8bit
 from .lion import Lion
@@ -213,7 +213,8 @@ def _check_arguments(made: OptimizerFactory, name: str) -> None:
     parameters = inspect.signature(made.kind).parameters
     if all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
         known = list(parameters)[1:]
-        require_known("optimizer", made.arguments, known, f"argument of {name}")
+        what = f"argument of {name}"
+        require_known("optimizer", made.arguments, known, what, table_keys("optimizer"))
     defaults = {key: p.default for key, p in parameters.items()}
     _check_values("optimizer", made, made.arguments, defaults)
     whole = _try(made, name, {}, "optimizer")

@@ -95,9 +95,8 @@ def _config(peft: Any, settings: dict[str, Any]) -> Any:
     if kind not in kinds:
         fix = nearest(str(kind), kinds) or f"choose from {', '.join(sorted(kinds))}"
         raise ConfigError(f"{FIELD}.peft_type", kind, "is no adapter of peft", fix)
-    require_known(
-        FIELD, settings, [each.name for each in fields(kinds[kind])], f"argument of {kind}"
-    )
+    known = [each.name for each in fields(kinds[kind])]
+    require_known(FIELD, settings, known, f"argument of {kind}", ["peft_type"])
     begins = settings.get("init_lora_weights", True)
     if begins not in DRAWN:
         problem = "changes the weights beside it too, which are to stay those of the model"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.core import ConfigError, Refusal, import_extra, nearest, require_known
+from weft.core import ConfigError, Refusal, import_extra, nearest, require_known, table_keys
 
 # Keys of a configuration that do not describe the model, or that weft decides: [precision] says the
 # dtype.
@@ -76,7 +76,7 @@ def build_hf_model(
         written = transformers.AutoConfig.for_model(**keys)
         names = written.attribute_map  # such as GPT-2's hidden_size for n_embd
         known = {*written.to_dict(), *names, "num_labels", "attn_implementation"} - _FIXED
-        require_known("model", overrides, known, f"key of {file.name}")
+        require_known("model", overrides, known, f"key of {file.name}", table_keys("model"))
         if "num_labels" in overrides:
             keys = {
                 key: value for key, value in keys.items() if key not in ("id2label", "label2id")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.core import NO_CODE, ConfigError, Refusal, RunConfig, nearest, require_known
+from weft.core import NO_CODE, ConfigError, Refusal, RunConfig, nearest, require_known, table_keys
 
 # Names of these may stand in a run file of which no code is to run.
 _OWN = ("weft.models", "weft.losses", "weft.data", "weft.optimizers", "weft.callbacks")
@@ -109,9 +109,8 @@ def call_named(
     ]
     named = named[len(positional) :]
     if all(p.kind is not p.VAR_KEYWORD for p in signature.parameters.values()):
-        own = RunConfig.model_fields.get(table)
-        keys = getattr(own.annotation, "model_fields", ()) if own else ()
-        require_known(table, arguments, [p.name for p in named], f"argument of {name}", keys)
+        known = [p.name for p in named]
+        require_known(table, arguments, known, f"argument of {name}", table_keys(table))
     for parameter in named:
         if parameter.default is parameter.empty and parameter.name not in arguments:
             field = f"{table}.{parameter.name}"
