@@ -372,6 +372,23 @@ def test_a_layout_on_hosts(axes: str, count: int, gpus: int, state: str, says: s
     assert says in finding.found
 
 
+@pytest.mark.parametrize(
+    ("backend", "gpus", "state", "says"),
+    [
+        ("gloo", 4, "ok", "over gloo on the CPU"),
+        ("nccl", 4, "ok", "a GPU for each"),
+        ("nccl", 1, "wrong", "train.backend = 'nccl' takes a GPU for each rank of a host: it has"),
+        ("auto", 1, "note", "2 ranks"),
+    ],
+)
+def test_a_layout_by_the_backend_that_is_asked_for(
+    backend: Any, gpus: int, state: str, says: str
+) -> None:
+    hosts = [host("0", cores={"usable": 2}, gpus={"gpus": [gpu()] * gpus})]
+    finding = layout_fit.check_layout_fits("dp2", hosts, backend=backend)
+    assert finding.state == state and says in finding.found
+
+
 def test_workers_on_hosts() -> None:
     hosts = [host(str(i), cores={"usable": 2}, gpus={"gpus": [gpu()] * 4}) for i in range(3)]
     several = layout_fit.check_layout_fits("dp1", hosts, 2)

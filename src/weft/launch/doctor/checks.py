@@ -145,7 +145,8 @@ def compare_findings(asked: DoctorRequest, hosts: list[Host]) -> list[Finding]:
     run = asked.run()
     found = [compare_hosts.versions(hosts), compare_hosts.gpus(hosts)] if len(hosts) > 1 else []
     if run is not None:
-        found.append(layout_fit.check_layout_fits(str(run.layout.axes), hosts, len(run.workers)))
+        laid, workers = str(run.layout.axes), len(run.workers)
+        found.append(layout_fit.check_layout_fits(laid, hosts, workers, run.train.backend))
     return [each for each in found if each is not None]
 
 
