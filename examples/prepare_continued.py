@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import logging
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,9 @@ FOLDER = Path(__file__).parent / "continued"
 
 
 def make_model() -> Any:
+    # transformers imports torchao, if it is installed, which names each kernel that is not for here
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -50,13 +54,15 @@ def pretrain(model: Any, steps: int) -> float:
     """On one device, in plain torch; the last loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     loader, loss = Loader(stdlib(SEQ_LEN), BATCH, seed=0), torch.zeros(())
-    for _ in range(steps):
+    for step in range(1, steps + 1):
         batch = next(loader)
         logits: Tensor = model(input_ids=batch["input_ids"]).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if step % 25 == 0 or step == steps:
+            print(f"step {step}/{steps}  loss {loss.item():.3f}", flush=True)
     return loss.item()
 
 
