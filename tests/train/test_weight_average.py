@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.mutants import Mutant, mutated
+from tests.run_files import TRAINED
 from tests.train.test_hf_checkpoint import begun, files_of
-from tests.verification.test_training_proof import RUN
 from weft import checkpoint
 from weft.core import ConfigError, load_run
 from weft.core.run_config import RunConfig
@@ -28,7 +28,7 @@ AVERAGED = "ema = 0.8\nema_warmup = true\nseed = 3\n"
 
 def load(folder: Path, **more: str) -> RunConfig:
     path = folder / "run.toml"
-    path.write_text(RUN.replace("seed = 3\n", AVERAGED))
+    path.write_text(TRAINED.replace("seed = 3\n", AVERAGED))
     return load_run(path, {key.replace("__", "."): value for key, value in more.items()})
 
 
@@ -122,7 +122,7 @@ def test_an_average_may_begin_later(tmp_path: Path) -> None:
     ],
 )
 def test_refusals(tmp_path: Path, more: dict[str, str], says: str) -> None:
-    bare = RUN.replace("seed = 3\n", AVERAGED)
+    bare = TRAINED.replace("seed = 3\n", AVERAGED)
     for line in ("clip = 1.0\n", "skip = 5.0\n", "rollback = 3.0\n"):
         bare = bare.replace(line, "")
     path = tmp_path / "run.toml"
@@ -133,6 +133,6 @@ def test_refusals(tmp_path: Path, more: dict[str, str], says: str) -> None:
 
 def test_warm_up_of_nothing(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
-    path.write_text(RUN)
+    path.write_text(TRAINED)
     with pytest.raises(ConfigError, match=r"train\.ema_warmup = True: has no effect without ema"):
         load_run(path, {"train.ema_warmup": json.dumps(True)})

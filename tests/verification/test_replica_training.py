@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants import Mutant, mutated
+from tests.run_files import TRAINED
 from weft.core import load_run
 from weft.core.run_config import PrecisionConfig, RunConfig
 from weft.verification.coverage import coverage
@@ -15,36 +16,6 @@ from weft.verification.training_check import TrainingDefinition, define_training
 from weft.verification.verified_settings import deep_sync
 from weft.verification.verify_run import deep_case
 
-RUN = """
-[model]
-build = "weft.models:decoder"
-vocab = 31
-dim = 8
-layers = 2
-heads = 2
-hidden = 16
-seq_len = 6
-dropout = 0.1
-[data]
-build = "tests.verification.test_training_proof:Padded"
-[layout]
-axes = "dp2"
-[train]
-batch = 4
-accumulate = 2
-steps = 400
-seed = 3
-clip = 1.0
-warmup = 60
-decay = "cosine"
-eval_every = 50
-eval_batches = 3
-skip = 5.0
-[optimizer]
-name = "adamw"
-lr = 1e-2
-[sync]
-"""
 FP64 = PrecisionConfig(compute="fp64")
 SYNCS = {
     "local_sgd": 'name = "local_sgd"\nperiod = 50\n',
@@ -54,7 +25,7 @@ SYNCS = {
 
 def load(folder: Path, sync: str) -> RunConfig:
     path = folder / "run.toml"
-    path.write_text(RUN + sync)
+    path.write_text(f"{TRAINED}[sync]\n{sync}")
     return load_run(path)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.mutants import Mutant, mutated
+from tests.run_files import TRAINED
 from weft.core import load_run
 from weft.verification.training_check import (
     TrainingDefinition,
@@ -18,37 +19,7 @@ from weft.verification.training_check import (
 )
 from weft.verification.verify_run import deep_case
 
-RUN = """
-[model]
-build = "weft.models:decoder"
-vocab = 31
-dim = 8
-layers = 2
-heads = 2
-hidden = 16
-seq_len = 6
-dropout = 0.1
-[data]
-build = "tests.verification.test_training_proof:Padded"
-[layout]
-axes = "dp2"
-[train]
-batch = 4
-accumulate = 2
-steps = 400
-seed = 3
-clip = 1.0
-warmup = 60
-decay = "cosine"
-min_lr_ratio = 0.1
-eval_every = 50
-eval_batches = 3
-skip = 5.0
-rollback = 3.0
-[optimizer]
-name = "adamw"
-lr = 1e-2
-"""
+BESIDE = {"train.min_lr_ratio": "0.1", "train.rollback": "3.0"}
 
 
 class Padded:
@@ -71,8 +42,8 @@ class Padded:
 @pytest.fixture(scope="module")
 def defined(tmp_path_factory: pytest.TempPathFactory) -> list[TrainingDefinition]:
     path = tmp_path_factory.mktemp("run") / "run.toml"
-    path.write_text(RUN)
-    run = load_run(path)
+    path.write_text(TRAINED)
+    run = load_run(path, BESIDE)
     return define_training(*deep_case(run))
 
 
