@@ -186,6 +186,8 @@ def test_blocks_that_run_again_by_name_are_priced_by_their_share(tmp_path: Path)
     )  # fmt: skip
     (row,) = json.loads(result.output)["rows"]
     assert row["recompute"] == ["blocks.0"]
+    asked = ("--layout", "dp2", "--explain", "fsdp2", "--set", 'train.recompute=["blocks.0"]')
+    assert weft("plan", run, "--cluster", f"{sheet}x2", *asked).exit_code == 0
     wrong = ("--layout", "dp2", "--set", 'train.recompute=["block.0"]')
     refused = weft("plan", run, "--cluster", f"{sheet}x2", *wrong)
     assert refused.exit_code == 2 and "matches no module" in refused.output

@@ -128,13 +128,15 @@ def test_what_is_refused(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match=r"""model.quantize = 'int4'.*Write "int8" \("""):
         begun(tmp_path, base, LORA, model__quantize='"int4"')
     mistyped = begun(tmp_path, base, LORA, model__quantise='"int8"')
-    with pytest.raises(ConfigError, match='model.quantise.*Did you mean "quantize"'):
+    with pytest.raises(ConfigError, match=r'model.quantise.*Did you mean "quantize"'):
         build.build_skeleton(mistyped)
     mistyped = begun(tmp_path, base, LORA, optimizer__decay_min_dim="2")
-    with pytest.raises(ConfigError, match='optimizer.decay_min_dim.*Did you mean "decay_min_dims"'):
+    with pytest.raises(
+        ConfigError, match=r'optimizer.decay_min_dim.*Did you mean "decay_min_dims"'
+    ):
         build.build_optimizer(mistyped)
     mistyped = begun(tmp_path, base, {**LORA, "peft_typ": "LORA"})
-    with pytest.raises(ConfigError, match='adapter.peft_typ .*Did you mean "peft_type"'):
+    with pytest.raises(ConfigError, match=r'adapter.peft_typ .*Did you mean "peft_type"'):
         build.build_skeleton(mistyped)
     run = begun(tmp_path, base, LORA)
     bare = {"hf": str(base), "quantize": "int8"}

@@ -252,7 +252,8 @@ def layout_variants(
     same = one.take(np.zeros(len(table), dtype=np.int64))
     chosen: Any = {name: c[name] for name in (*open_, "schedule")}
     chunks = np.where(c[STAGE_AXIS] > 1, c["chunks"], 1)
-    return replace(same, choices=replace(same.choices, schedules=known, chunks=chunks, **chosen))
+    laid = replace(same.choices, schedules=known, chunks=chunks, **chosen)
+    return replace(same, choices=laid, recomputed=())
 
 
 def schedule_variants(names: Iterable[str]) -> list[tuple[str, int]]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from torch import nn
 
-from weft.core import Layout, LayoutError, PipelineConfig, Refusal
+from weft.core import Layout, LayoutError, PipelineConfig, Refusal, RunConfig
 from weft.pipeline import schedule_of
 from weft.train import with_layout
 
@@ -42,7 +43,7 @@ def rank_whole(
     rows: list[RankedLayout] = []
     for pattern in patterns:
         _check(question, pattern, checker, "--layout")
-        one = _written_layout(checker, pattern)
+        one = _written_layout(checker.run, checker.bare, pattern)
         (row,) = simulate_rows(question, rows_of(question, one))
         if checker.first((row,)) is not None:
             rows.append(row)
@@ -59,12 +60,12 @@ def rank_whole(
     )
 
 
-def _written_layout(checker: FeasibilityChecker, pattern: LayoutPattern) -> Candidates:
+def _written_layout(run: RunConfig, model: nn.Module, pattern: LayoutPattern) -> Candidates:
     """A whole layout, with the rest as the run file has it."""
-    run, recompute = checker.run, checker.run.train.recompute
+    recompute = run.train.recompute
     layout = plain_layout(pattern.layout)
     spread = sum(1 << bit for bit, axis in enumerate(SPREADING) if layout.spreads_experts(axis))
-    laid = layout_of_run(with_layout(run, pattern.layout), checker.bare)
+    laid = layout_of_run(with_layout(run, pattern.layout), model)
     named = recompute if isinstance(recompute, tuple) else ()
     return Candidates(laid, np.array([spread]), recomputed=named)
 
@@ -117,7 +118,7 @@ def explain_layout(
     _check(question, pattern, checker, "--explain")
     named = schedule_of(pattern.layout)
     run = checker.run if named else checker.run.model_copy(update={"pipeline": PipelineConfig()})
-    one = _written_layout(run, pattern)
+    one = _written_layout(run, checker.bare, pattern)
     shown = [*report.rows()[:top], *(each.row for each in report.losers if each.row is not None)]
     layout = str(one.layout(0))
     known = (row for row in shown if row.layout == layout and named in (None, row.schedule))
