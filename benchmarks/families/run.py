@@ -2,31 +2,37 @@
 
     python benchmarks/families/run.py  # all; about two hours on 2 cores
     python benchmarks/families/run.py --families llama "t5 seq2seq-lm" --layouts tp2 cp2
+    python benchmarks/families/run.py --first-step --layouts tp2
 
-Writes results/families.json (cells that were measured before and are not measured now stay) and the
-tables in README.md.
+A cell is compared with one device, then trained for a step. --first-step compares no cell again
+that was equal before.
+
+Writes results/families.json (cells that were measured before and are not measured now stay), the
+tables in README.md, and the counts in the README.md of the project.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import io
 import math
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import transformers
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path[:0] = [str(HERE)]
 
-import parts  # noqa: E402
+import cells  # noqa: E402
+from cells import LAYOUTS, Cell, shorter  # noqa: E402
 from families import (  # noqa: E402
     Family,
     all_families,
@@ -36,46 +42,21 @@ from families import (  # noqa: E402
     write_run,
 )
 
-from weft.core import Layout, Refusal, RunConfig, WorkerDied, load_run  # noqa: E402
-from weft.engine import Engine  # noqa: E402
+from weft.core import Layout, Plan, Refusal, RunConfig, WorkerDied, load_run  # noqa: E402
 from weft.launch import Pool  # noqa: E402
-from weft.parallel import DATA_AXES  # noqa: E402
-from weft.train import check_run  # noqa: E402
-from weft.verification.case import Case  # noqa: E402
+from weft.train import check_run, train  # noqa: E402
 from weft.verification.compare import check_layout  # noqa: E402
 from weft.verification.layout_result import LayoutResult  # noqa: E402
 from weft.verification.reference import Reference, run_reference  # noqa: E402
 from weft.verification.verify_run import make_case  # noqa: E402
 
-RESULTS, README = HERE / "results" / "families.json", HERE / "README.md"
-LAYOUTS = ("dp2", "fsdp2", "tp2", "pp2", "cp2", "ep2")
 STEPS, TIMEOUT_S = 2, 120.0
-STATES = ("equal", "flagged", "refused", "different", "crashed", "not built")
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One family under one layout. `state`: one of STATES; "flagged": loss, gradients and weights
-    are equal, but a module, or the collectives, differ. `why` it is not equal. `cut`: share of the
-    parameters that tp or ep divides. `attention`: share of the attention modules that tp divides;
-    None: the model has none. `error`: the worst relative one."""
-
-    family: str
-    layout: str
-    state: str
-    why: str = ""
-    error: float | None = None
-    cut: float | None = None
-    attention: float | None = None
-    seconds: float = 0.0
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.family, self.layout
-
-
-def measure(family: Family, layouts: list[str], pool: Pool) -> Iterator[Cell]:
-    """A cell for each layout."""
+def measure(
+    family: Family, layouts: list[str], pool: Pool, equal: Mapping[str, Cell]
+) -> Iterator[Cell]:
+    """A cell for each layout. `equal`: by layout the cells that are not compared again."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             path = write_run(family, Path(folder))
@@ -84,21 +65,35 @@ def measure(family: Family, layouts: list[str], pool: Pool) -> Iterator[Cell]:
             why = f"{type(error).__name__}: {error}".splitlines()[0]
             yield from (Cell(family.name, layout, "not built", why) for layout in layouts)
             return
-        fixed = {"folder": str(HERE), "precision.compute": "fp64"}
         for options, several in by_options(layouts):
-            base = make_case(load_run(path, {**fixed, **options}))
-            try:
-                reference = pool.run(run_reference, base, STEPS, world=1, timeout=TIMEOUT_S)[0]
-            except (Refusal, WorkerDied) as problem:
-                state, why = (
-                    "refused" if isinstance(problem, Refusal) else "crashed",
-                    last_line(problem),
-                )
-                yield from (Cell(family.name, layout, state, why) for layout in several)
-                continue
+            options |= {"folder": str(HERE)}
+            exact = {**options, "precision.compute": "fp64"}
+            reference: Reference | Cell | None = None
             for layout in several:
-                run = load_run(path, {**fixed, "layout.axes": layout, **options})
-                yield compared(family, Cell(family.name, layout, "equal"), run, reference, pool)
+                cell = equal.get(layout)
+                if cell is None:
+                    cell = Cell(family.name, layout, "equal")
+                    if reference is None:
+                        reference = reference_of(load_run(path, exact), cell, pool)
+                    if isinstance(reference, Cell):
+                        yield replace(reference, layout=layout)
+                        continue
+                    run = load_run(path, {**exact, "layout.axes": layout})
+                    cell = compared(family, cell, run, reference, pool)
+                if cell.state == "equal":
+                    one = {"layout.axes": layout, "train.steps": "1", "output": f"{folder}/{layout}"}
+                    cell = trained(cell, load_run(path, {**options, **one}), pool)
+                yield cell
+
+
+def reference_of(run: RunConfig, cell: Cell, pool: Pool) -> Reference | Cell:
+    """The run on one device, or the cell where it does not run there."""
+    try:
+        return pool.run(run_reference, make_case(run), STEPS, world=1, timeout=TIMEOUT_S)[0]
+    except Refusal as problem:
+        return replace(cell, state="refused", why=last_line(problem))
+    except WorkerDied as problem:
+        return replace(cell, state="crashed", why=last_line(problem))
 
 
 def compared(family: Family, cell: Cell, run: RunConfig, reference: Reference, pool: Pool) -> Cell:
@@ -115,34 +110,37 @@ def compared(family: Family, cell: Cell, run: RunConfig, reference: Reference, p
             check_layout, case, cell.layout, reference, world=world, timeout=TIMEOUT_S
         )
         cell = judge(cell, results[0])
-        # weft verify says what differs; training may refuse it, and is to refuse nothing else
-        pool.run(first_step, case, cell.layout, world=world, timeout=TIMEOUT_S)
-    except Refusal as problem:
-        cell = replace(cell, state="refused", why=str(problem))
-    except WorkerDied as problem:
-        cell = replace(cell, state="crashed", why=last_line(problem))
-    except Exception as problem:  # a traceback, which weft should not show
-        cell = replace(cell, state="crashed", why=f"{type(problem).__name__}: {problem}")
+    except Exception as problem:
+        cell = failed(cell, problem)
     seconds = round(time.perf_counter() - begin, 1)
     return replace(cell, cut=cut, attention=attention, seconds=seconds)
 
 
-def first_step(case: Case, layout: str) -> None:
-    """The first step of training, which tries before whether the layout changes what the model
-    computes. Raises Refusal."""
-    model = case.model()
-    plan = case.lay(model, layout)
-    engine = Engine(
-        model,
-        plan,
-        optimizer=case.optimizer,
-        loss=case.loss,
-        inputs=case.inputs,
-        seed=case.seed,
-        device="cpu",
-    )
-    with case.mode():
-        engine.step(case.batch_of(0, engine.mesh.index(*DATA_AXES), plan.data_size))
+def trained(cell: Cell, run: RunConfig, pool: Pool) -> Cell:
+    """The cell after a step of `weft train`, which tries before whether the layout changes what the
+    model computes: it is to refuse nothing that is equal."""
+    try:
+        check_run(run)
+        pool.run(first_step, run, world=run.world, timeout=TIMEOUT_S)
+    except Exception as problem:
+        return replace(failed(cell, problem), trained=False)
+    return replace(cell, trained=True)
+
+
+def first_step(run: RunConfig) -> None:
+    """What a rank of `weft train` does. Raises Refusal, WeftError."""
+    with redirect_stdout(io.StringIO()):
+        train(run, resume=False)
+
+
+def failed(cell: Cell, problem: Exception) -> Cell:
+    """The cell that has raised this."""
+    if isinstance(problem, Refusal):
+        return replace(cell, state="refused", why=str(problem))
+    if isinstance(problem, WorkerDied):
+        return replace(cell, state="crashed", why=last_line(problem))
+    # a traceback, which weft should not show
+    return replace(cell, state="crashed", why=f"{type(problem).__name__}: {problem}")
 
 
 def by_options(layouts: list[str]) -> list[tuple[dict[str, str], list[str]]]:
@@ -167,16 +165,16 @@ def attentions(family: Family) -> list[list[str]]:
     return [own for name, own in found.items() if name not in outer]
 
 
-def attention_share(plan: object, found: list[list[str]]) -> float:
+def attention_share(plan: Plan, found: list[list[str]]) -> float:
     """The share of these attentions of which tp divides a matrix."""
-    table = plan.params()  # type: ignore[attr-defined]
+    table = plan.params()
     divided = [own for own in found if any("tp" in table.get(name, ()) for name in own)]
     return round(len(divided) / len(found), 3)
 
 
-def cut_share(plan: object) -> float:
+def cut_share(plan: Plan) -> float:
     """The share of parameters of which a rank of tp or ep holds a part."""
-    table, whole = plan.params(), plan.weights  # type: ignore[attr-defined]
+    table, whole = plan.params(), plan.weights
     total = sum(math.prod(weight.shape) for weight in whole)
     divided = [w for w in whole if {"tp", "ep"} & set(table.get(w.name, ()))]
     return round(sum(math.prod(weight.shape) for weight in divided) / max(1, total), 3)
@@ -199,62 +197,15 @@ def last_line(problem: Exception) -> str:
     return report.strip().splitlines()[-1]
 
 
-# ---- results and README --------------------------------------------------------------------------
-
-
-def tables(cells: list[Cell]) -> str:
-    """Counts by layout; then the cells that are not equal, with the reason."""
-    layouts = [name for name in LAYOUTS if any(cell.layout == name for cell in cells)]
-    lines = ["| layout | families |" + "".join(f" {state} |" for state in STATES[:-1])]
-    lines.append("| --- |" + " ---: |" * len(STATES))
-    for name in layouts:
-        here = Counter(c.state for c in cells if c.layout == name and c.state != "not built")
-        counts = "".join(f" {here[state]} |" for state in STATES[:-1])
-        lines.append(f"| `{name}` | {sum(here.values())} |{counts}")
-    shares = [c.attention for c in cells if c.attention is not None]
-    if shares:
-        whole = sum(share == 1 for share in shares)
-        lines += [
-            "",
-            f"Of {len(shares)} families with attention, `tp2` divides all of it in {whole}"
-            f" ({whole / len(shares):.0%}).",
-        ]
-    built = {c.family for c in cells if c.state != "not built"}
-    missing = sorted({c.family for c in cells} - built)
-    if missing:
-        lines += ["", f"transformers does not build in small: {', '.join(missing)}."]
-    for state in STATES[1:-1]:
-        found: dict[str, dict[str, list[str]]] = {}
-        for cell in cells:
-            if cell.state == state:
-                why = found.setdefault(cell.layout, {})
-                why.setdefault(shorter(cell.why), []).append(cell.family)
-        for layout in (name for name in layouts if name in found):
-            lines += ["", f"**{state}, `{layout}`**", ""]
-            lines += [f"- {', '.join(names)}: {why}" for why, names in found[layout].items()]
-    return "\n".join(lines)
-
-
-def shorter(why: str) -> str:
-    line = " ".join(why.split()).replace("|", "\\|")
-    return line if len(line) < 240 else f"{line[:240]} ..."
-
-
-def write(cells: list[Cell], command: str) -> None:
-    if RESULTS.exists():
-        before = [Cell(**kept) for kept in json.loads(RESULTS.read_text())["cells"]]
-        cells = list({cell.key: cell for cell in (*before, *cells)}.values())
+def save(measured: list[Cell], command: str) -> None:
+    """These cells, and those of other families and layouts that were measured before."""
     names = [family.name for family in all_families()]
-    known = [cell for cell in cells if cell.family in names]
-    known.sort(key=lambda cell: (names.index(cell.family), LAYOUTS.index(cell.layout)))
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    found = {"versions": versions, "command": command, "cells": [asdict(cell) for cell in known]}
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(found, indent=0) + "\n")
-    head, rest = README.read_text().split(parts.BEGIN)
-    README.write_text(
-        f"{head}{parts.BEGIN}\n\n{tables(known)}\n\n{parts.END}{rest.split(parts.END)[1]}"
+    found = {cell.key: cell for cell in (*cells.read(), *measured) if cell.family in names}
+    known = sorted(
+        found.values(), key=lambda cell: (names.index(cell.family), LAYOUTS.index(cell.layout))
     )
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    cells.write(known, versions, command)
 
 
 def main() -> int:
@@ -268,20 +219,28 @@ def main() -> int:
     parser.add_argument(
         "--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), metavar="LAYOUT"
     )
+    parser.add_argument(
+        "--first-step", action="store_true", help="compare no cell again that was equal before"
+    )
     asked = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    cells: list[Cell] = []
+    measured: list[Cell] = []
+    equal: dict[str, dict[str, Cell]] = {}
+    for cell in cells.read() if asked.first_step else ():
+        if cell.state == "equal":
+            equal.setdefault(cell.family, {})[cell.layout] = cell
     command = f"python benchmarks/families/run.py {' '.join(sys.argv[1:])}".strip()
     try:
         with Pool(2) as pool:
             for name in asked.families:
-                for cell in measure(families[name], asked.layouts, pool):
-                    cells.append(cell)
+                known = equal.get(name, {})
+                for cell in measure(families[name], asked.layouts, pool, known):
+                    measured.append(cell)
                     print(*cell.key, cell.state, shorter(cell.why), flush=True)
     finally:  # what was measured stays, where the rest is stopped
-        write(cells, command)
-    bad = Counter(cell.state for cell in cells)
+        save(measured, command)
+    bad = Counter(cell.state for cell in measured)
     return int(any(bad[state] for state in ("flagged", "different", "crashed")))
 
 

@@ -377,7 +377,7 @@ def test_dropout_in_what_the_user_compiled_is_compiled_once(
 def test_what_the_user_compiled_is_on_the_trail_of_modules() -> None:
     first, second = Droppers(), Droppers()  # without parameters of their own
     second.compile(backend="eager")
-    trail = ModuleTrail(nn.ModuleList([first, second]), watch=True)
+    trail = ModuleTrail(nn.ModuleList([first, second]), [""])
 
     def hash_of(*calls: nn.Module) -> int:
         trail.clear()

@@ -232,7 +232,7 @@ class Engine:
         units, offload = self.units, make_offload(plan, mesh.device)
         order = self.randomness, self.reducer, units, versions, offload
         self._training = TrainingCompute(self.stages, mesh, loss, *order)
-        self._trail = ModuleTrail(model, bool(self.units.units), self.compiled.blocks, plan.chosen)
+        self._trail = ModuleTrail(model, units.names, self.compiled.blocks, plan.chosen)
         self._chosen = ChosenGradients(model, self.rank_plan, self.low.filled, units, mesh)
         self._update = GradUpdate(
             plan,

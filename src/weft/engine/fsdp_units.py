@@ -51,6 +51,11 @@ class FSDPUnits:
     def __iter__(self) -> Iterator[ScheduledUnit]:
         return iter(self.units)
 
+    @property
+    def names(self) -> list[str]:
+        """The modules that are gathered when they are called."""
+        return [name for unit in self.units for name in (unit.name, *unit.gather.beside)]
+
     def before(self, action: Action, last: bool, split: bool) -> None:
         """`last`: of this stage's actions that leave gradients of weights. `split`: B comes without
         these."""
