@@ -81,7 +81,11 @@ def measure(
                     run = load_run(path, {**exact, "layout.axes": layout})
                     cell = compared(family, cell, run, reference, pool)
                 if cell.state == "equal":
-                    one = {"layout.axes": layout, "train.steps": "1", "output": f"{folder}/{layout}"}
+                    one = {
+                        "layout.axes": layout,
+                        "train.steps": "1",
+                        "output": f"{folder}/{layout}",
+                    }
                     cell = trained(cell, load_run(path, {**options, **one}), pool)
                 yield cell
 
@@ -120,7 +124,6 @@ def trained(cell: Cell, run: RunConfig, pool: Pool) -> Cell:
     """The cell after a step of `weft train`, which tries before whether the layout changes what the
     model computes: it is to refuse nothing that is equal."""
     try:
-        check_run(run)
         pool.run(first_step, run, world=run.world, timeout=TIMEOUT_S)
     except Exception as problem:
         return replace(failed(cell, problem), trained=False)

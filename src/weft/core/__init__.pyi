@@ -38,6 +38,7 @@ from .errors import (
     DataError as DataError,
     LayoutError as LayoutError,
     NeedsData as NeedsData,
+    NothingToDivide as NothingToDivide,
     Refusal as Refusal,
     UnsupportedModel as UnsupportedModel,
     WeftError as WeftError,

@@ -5,7 +5,8 @@
     │   ├── ConfigError          a key or value of RUN.toml or of the command line
     │   ├── LayoutError          a layout that does not parse, fit the world, or divide the batch
     │   ├── UnsupportedModel     a model that a strategy cannot divide
-    │   │   └── NeedsData        ... but might, if it were built with weights
+    │   │   ├── NeedsData        ... but might, if it were built with weights
+    │   │   └── NothingToDivide  ... and others may
     │   ├── CheckpointError      a truncated, foreign or mismatched checkpoint
     │   └── DataError            a missing or unreadable dataset
     └── WorkerDied               a process of the run failed; carries that worker's error; exit 1
@@ -76,6 +77,29 @@ class UnsupportedModel(Refusal):
 
 class NeedsData(UnsupportedModel):
     """A model without weights, whose forward asks for elements of a tensor."""
+
+
+class NothingToDivide(UnsupportedModel):
+    """A model in which an axis finds nothing to divide.
+
+    Attributes:
+        others: Axes that may take it. Where the fix says `{others}`, `naming` names those that do.
+    """
+
+    others: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, field: str, value: str, problem: str, fix: str, others: tuple[str, ...]
+    ) -> NothingToDivide:
+        made = cls(field, value, problem, fix)
+        made.others = others
+        return made
+
+    def naming(self, others: str) -> UnsupportedModel:
+        """The refusal, whose fix says this of other layouts."""
+        fix = self.fix.replace("{others}", others)
+        return UnsupportedModel(self.field, self.value, self.problem, fix)
 
 
 class CheckpointError(Refusal):

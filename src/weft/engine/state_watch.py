@@ -21,6 +21,7 @@ from weft.pipeline import PlaceholderTensor
 
 from .fsdp_units import FSDPUnits
 
+_OUTSIDE = "change it outside of the forward, or leave fsdp out of the layout"
 _FIX = (
     "change it outside of the forward, keep statistics in nn.BatchNorm, which ranks share, or use a"
     " layout of tp or pp alone"
@@ -156,7 +157,7 @@ class StateWatch:
                     str(self._plan.layout),
                     f"{f'{unit}.{name}' if unit else name} is changed by the model's forward, and"
                     " what ranks have gathered of it is not kept",
-                    _FIX,
+                    _OUTSIDE,
                 )
 
 

@@ -16,6 +16,7 @@ from weft.core import (
     ConfigError,
     Layout,
     LayoutError,
+    NothingToDivide,
     PipelineRequest,
     Schedule,
     Staging,
@@ -252,15 +253,13 @@ def _points(
     if len(atoms) == made.stages - 1 and _has_work_before(recorded, atoms):
         return tuple(atom.module for atom in atoms)  # what is called several times comes first
     if len(atoms) < made.stages:
-        raise UnsupportedModel(
-            "pipeline.schedule",
-            made.name,
-            f"has {made.stages} stages, and the model {len(atoms)} modules that are called once, to"
-            " begin a stage with",
-            "use fewer stages, or name modules that are called once in [pipeline] cut"
-            if len(atoms) > 1
-            else "use dp or fsdp",
-        )
+        problem = f"has {made.stages} stages, and the model {len(atoms)} modules that are called"
+        problem += " once, to begin a stage with"
+        if len(atoms) > 1:
+            fix = "use fewer stages, or name modules that are called once in [pipeline] cut"
+            raise UnsupportedModel("pipeline.schedule", made.name, problem, fix)
+        others = "dp", "fsdp"
+        raise NothingToDivide.of("pipeline.schedule", made.name, problem, "{others}", others)
     costs = [float(getattr(atom, where)) for atom in atoms]
     starts = partition(
         costs, made.stages, placement=made.placement if made.stages > made.ranks else None

@@ -22,6 +22,7 @@ from weft.core import (
     Divides,
     ExpertDispatch,
     LayoutError,
+    NothingToDivide,
     Param,
     Step,
     UnsupportedModel,
@@ -43,13 +44,10 @@ def steps(request: StepsRequest) -> Iterator[Step]:
     size = layout.size(EXPERTS)
     if not roles.experts:
         why = why_none_of(model)
-        raise UnsupportedModel(
-            "layout",
-            str(layout),
-            f"expert parallelism finds no experts in this model{why and ': '}{why}",
-            "use dp, fsdp or pp: ep takes modules with num_experts, called with (tokens, experts,"
-            " weights), that hold all experts' weights",
-        )
+        problem = f"expert parallelism finds no experts in this model{why and ': '}{why}"
+        fix = "{others}: ep takes modules with num_experts, called with (tokens, experts,"
+        fix += " weights), that hold all experts' weights"
+        raise NothingToDivide.of("layout", str(layout), problem, fix, ("dp", "fsdp", "pp"))
     if "ep" in layout.options_of("tp") and "sequence" not in layout.options_of("tp"):
         raise LayoutError(
             "layout",

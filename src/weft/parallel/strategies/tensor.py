@@ -25,6 +25,7 @@ from weft.core import (
     DimShard,
     Divides,
     Layout,
+    NothingToDivide,
     Param,
     Step,
     UnsupportedModel,
@@ -65,20 +66,13 @@ def steps(request: StepsRequest) -> Iterator[Step]:
         raise UnsupportedModel("layout", str(layout), problem, f"tp sizes that work: {fit}")
     if not roles.chains and not roles.embeddings:
         some = any(is_linear(m) or isinstance(m, nn.Embedding) for m in model.modules())
-        raise UnsupportedModel(
-            "layout",
-            str(layout),
-            "tensor parallelism finds no attention, feed-forward or embedding to cut in this model"
-            + (_SEEN if roles.all_seen else "")
-            + (f" ({'; '.join(_once(roles.notes))})" if roles.notes else "")
-            + ("" if some else ", whose weights are in no nn.Linear and no nn.Embedding"),
-            _instead(model)
-            + (
-                _TO_DECLARE
-                if sum(map(is_linear, model.modules())) > 1 and not roles.all_seen
-                else ""
-            ),
-        )
+        several = sum(map(is_linear, model.modules())) > 1
+        problem = "tensor parallelism finds no attention, feed-forward or embedding to cut in this"
+        problem += f" model{_SEEN if roles.all_seen else ''}"
+        problem += f" ({'; '.join(_once(roles.notes))})" if roles.notes else ""
+        problem += "" if some else ", whose weights are in no nn.Linear and no nn.Embedding"
+        fix = _instead(model) + (_TO_DECLARE if several and not roles.all_seen else "")
+        raise NothingToDivide.of("layout", str(layout), problem, fix, ("dp", "fsdp"))
     sequence = "sequence" in layout.options_of(AXIS)
     residual: Placement = Shard(1) if sequence else COPY
     blocks = [block for stack in roles.stacks() for block in stack]
@@ -97,7 +91,7 @@ def _instead(model: nn.Module) -> str:
     """What to do where tp cuts nothing."""
     assigned = ", ".join(dict.fromkeys(_assigned_buffers(model)))
     fix = f", after changing outside of the forward what it assigns to buffers ({assigned})"
-    return f"use dp or fsdp{fix if assigned else ''}"
+    return f"{{others}}{fix if assigned else ''}"
 
 
 def _assigned_buffers(model: nn.Module) -> Iterator[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from weft.core import AxisTraits, Divides, Step, UnsupportedModel
+from weft.core import AxisTraits, Divides, NothingToDivide, Step
 
 from ._request import StepsRequest
 from ._vocabulary import vocabulary_steps
@@ -23,10 +23,7 @@ OPTIONS: Mapping[str, str] = {}
 def steps(request: StepsRequest) -> Iterator[Step]:
     """One Step for each embedding and head."""
     if not request.roles.embeddings and not request.roles.heads:
-        raise UnsupportedModel(
-            "layout",
-            str(request.layout),
-            "vocabulary parallelism finds no embedding and no head in this model",
-            'use dp or fsdp, or declare [roles] such as "embed" = "embedding"',
-        )
+        problem = "vocabulary parallelism finds no embedding and no head in this model"
+        fix = '{others}, or declare [roles] such as "embed" = "embedding"'
+        raise NothingToDivide.of("layout", str(request.layout), problem, fix, ("dp", "fsdp"))
     yield from vocabulary_steps(request, AXIS, "vocabulary")
