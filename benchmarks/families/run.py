@@ -50,7 +50,7 @@ from weft.verification.layout_result import LayoutResult  # noqa: E402
 from weft.verification.reference import Reference, run_reference  # noqa: E402
 from weft.verification.verify_run import make_case  # noqa: E402
 
-STEPS, TIMEOUT_S = 2, 120.0
+STEPS, TIMEOUT_S = 2, 600.0
 
 
 def measure(

@@ -145,6 +145,32 @@ class Hidden(Routed):
         return self._modules["parts"][int(x.sum() > 0)](x)  # type: ignore[index]
 
 
+class Stacked(nn.Module):
+    """Experts in one weight, of which its forward takes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, DIM, DIM) / DIM**0.5)
+
+    def forward(self, x: Tensor, number: Tensor) -> Tensor:
+        return x @ self.weight[number]
+
+
+class CalledForEach(nn.Module):
+    """Calls one module for each expert that its samples choose, as DBRX does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = Stacked()
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x.sum((1, 2)) > 0).long()
+        made, hit = torch.zeros_like(x), chosen.unique()
+        for number in hit:
+            made[chosen == number] = self.stack(x[chosen == number], number)
+        return x + made
+
+
 class Shared(nn.Module):
     """Two blocks that hold one weight between them."""
 
@@ -358,6 +384,18 @@ def test_ranks_may_choose_different_experts(pool: Any, layout: str) -> None:
     data["x"] = data["x"].abs() * torch.tensor([1.0] * 4 + [-1.0] * 4).view(-1, 1, 1)
     want, *_ = steps(Routed, "dp1", data, mse, False, accumulate=2)  # of one kind each
     found, *_ = pool.run(partial(steps, Routed, layout, data, mse, False), world=2)[0]
+    assert found == pytest.approx(want, rel=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "fsdp2+zero2", "dp2"])
+def test_ranks_may_call_a_module_for_each_of_other_numbers_of_experts(
+    pool: Any, layout: str
+) -> None:
+    torch.manual_seed(0)
+    data = {key: value.double() for key, value in vectors().items()}
+    data["x"] = data["x"].abs() * torch.tensor([1.0] * 5 + [-1.0] * 3).view(-1, 1, 1)
+    want, *_ = steps(CalledForEach, "dp1", data, mse, False)
+    found, *_ = pool.run(steps, CalledForEach, layout, data, mse, False, world=2)[0]
     assert found == pytest.approx(want, rel=1e-12)
 
 
