@@ -42,7 +42,7 @@ from families import (  # noqa: E402
     write_run,
 )
 
-from weft.core import Layout, Plan, Refusal, RunConfig, WorkerDied, load_run  # noqa: E402
+from weft.core import Plan, Refusal, RunConfig, WorkerDied, load_run  # noqa: E402
 from weft.launch import Pool  # noqa: E402
 from weft.train import check_run, train  # noqa: E402
 from weft.verification.compare import check_layout  # noqa: E402
@@ -68,56 +68,60 @@ def measure(
         for options, several in by_options(layouts):
             options |= {"folder": str(HERE)}
             exact = {**options, "precision.compute": "fp64"}
-            reference: Reference | Cell | None = None
+            reference: Reference | Refusal | WorkerDied | None = None
             for layout in several:
                 cell = equal.get(layout)
                 if cell is None:
-                    cell = Cell(family.name, layout, "equal")
-                    if reference is None:
-                        reference = reference_of(load_run(path, exact), cell, pool)
-                    if isinstance(reference, Cell):
-                        yield replace(reference, layout=layout)
-                        continue
                     run = load_run(path, {**exact, "layout.axes": layout})
-                    cell = compared(family, cell, run, reference, pool)
+                    cell = planned(family, Cell(family.name, layout, "equal"), run)
+                    if cell.state == "equal" and reference is None:
+                        reference = reference_of(load_run(path, exact), pool)
+                    if cell.state == "equal":
+                        assert reference is not None
+                        cell = compared(cell, run, reference, pool)
                 if cell.state == "equal":
-                    one = {
-                        "layout.axes": layout,
-                        "train.steps": "1",
-                        "output": f"{folder}/{layout}",
-                    }
-                    cell = trained(cell, load_run(path, {**options, **one}), pool)
+                    own = {"layout.axes": layout, "output": f"{folder}/{layout}"}
+                    run = load_run(path, {**options, **own, "train.steps": "1"})
+                    cell = trained(cell, run, pool)
                 yield cell
 
 
-def reference_of(run: RunConfig, cell: Cell, pool: Pool) -> Reference | Cell:
-    """The run on one device, or the cell where it does not run there."""
-    try:
-        return pool.run(run_reference, make_case(run), STEPS, world=1, timeout=TIMEOUT_S)[0]
-    except Refusal as problem:
-        return replace(cell, state="refused", why=last_line(problem))
-    except WorkerDied as problem:
-        return replace(cell, state="crashed", why=last_line(problem))
-
-
-def compared(family: Family, cell: Cell, run: RunConfig, reference: Reference, pool: Pool) -> Cell:
-    """The cell after its layout ran beside the reference."""
-    begin, cut = time.perf_counter(), None
-    attention = 0.0 if cell.layout == "tp2" and attentions(family) else None
+def planned(family: Family, cell: Cell, run: RunConfig) -> Cell:
+    """The cell after its layout was planned: before any process starts."""
     try:
         [plan] = check_run(run)
-        cut = cut_share(plan)
-        if attention is not None:
-            attention = attention_share(plan, attentions(family))
-        case, world = make_case(run), Layout.parse(cell.layout).world
+        cell = replace(cell, cut=cut_share(plan))
+        if cell.layout == "tp2" and (found := attentions(family)):
+            cell = replace(cell, attention=attention_share(plan, found))
+        return cell
+    except Exception as problem:
+        no_share = 0.0 if cell.layout == "tp2" and attentions(family) else None
+        return replace(failed(cell, problem), attention=no_share)
+
+
+def reference_of(run: RunConfig, pool: Pool) -> Reference | Refusal | WorkerDied:
+    """The run on one device, or why it does not run there."""
+    try:
+        return pool.run(run_reference, make_case(run), STEPS, world=1, timeout=TIMEOUT_S)[0]
+    except (Refusal, WorkerDied) as problem:
+        return problem
+
+
+def compared(
+    cell: Cell, run: RunConfig, reference: Reference | Refusal | WorkerDied, pool: Pool
+) -> Cell:
+    """The cell after its layout ran beside the reference."""
+    if not isinstance(reference, Reference):
+        return failed(cell, reference)
+    begin, case = time.perf_counter(), make_case(run)
+    try:
         results = pool.run(
-            check_layout, case, cell.layout, reference, world=world, timeout=TIMEOUT_S
+            check_layout, case, cell.layout, reference, world=run.world, timeout=TIMEOUT_S
         )
         cell = judge(cell, results[0])
     except Exception as problem:
         cell = failed(cell, problem)
-    seconds = round(time.perf_counter() - begin, 1)
-    return replace(cell, cut=cut, attention=attention, seconds=seconds)
+    return replace(cell, seconds=round(time.perf_counter() - begin, 1))
 
 
 def trained(cell: Cell, run: RunConfig, pool: Pool) -> Cell:

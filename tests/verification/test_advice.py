@@ -21,6 +21,7 @@ from tests.cases import LENGTH, VOCAB, Subject, reference, seeded, tokens
 from tests.verification import nets_advised as advised
 from tests.verification.nets import NETS, FrozenBackbone, Lazy, MadeLater, features, mse
 from tests.verification.nets_advised import of_family
+from tests.verification.nets_of_architectures import ARCHITECTURES
 from tests.verification.nets_of_families import FAMILIES
 from tests.verification.nets_of_papers import PAPERS
 from tests.verification.nets_of_repositories import REPOSITORIES
@@ -68,7 +69,8 @@ def first_step(case: Case, layout: str) -> None:
     model = case.model()
     plan = case.lay(model, layout)
     how = {"optimizer": case.optimizer, "loss": case.loss, "inputs": case.inputs}
-    engine = Engine(model, plan, seed=case.seed, device="cpu", **how)
+    sample = {key: value[:2] for key, value in case.whole_batch_of(0).items()}
+    engine = Engine(model, plan, seed=case.seed, device="cpu", sample=sample, **how)
     with case.mode():
         engine.step(case.batch_of(0, engine.mesh.index(*DATA_AXES), plan.data_size))
 
@@ -169,7 +171,7 @@ ADVICE: dict[str, Advice] = {
             "fsdp2": built_by(advised.TakesEntry),
         },
     ),
-    "clamped": Advice(NET["clamped"], "fsdp2", "use a layout of tp or pp alone", on("pp2")),
+    "clamped": Advice(NET["clamped"], "fsdp2", "leave fsdp out of the layout", on("dp2", "pp2")),
     "lstm-dropout": Advice(
         NET["lstm-dropout"],
         "dp2",
@@ -217,6 +219,7 @@ ADVICE: dict[str, Advice] = {
     ),
     # tp
     "nothing-to-cut": Advice(NET["unet"], "tp2", r"Use dp or fsdp\.$", on("dp2", "fsdp2")),
+    "changes-weights": Advice(ARCHITECTURES["pixel-cnn"], "tp2", r"Use dp\.$", on("dp2", "pp2")),
     "max-norm": Advice(
         NET["max-norm"],
         "tp2",
@@ -423,8 +426,7 @@ OF_FAMILIES: dict[str, Advice] = {
             of_family(name),
             "ep2",
             f"no experts in this model{why}\\. Use dp, fsdp or pp: ep",
-            # fsdp takes DBRX where as many experts are chosen on each rank
-            on("dp2", "pp2") if name == "dbrx" else on("dp2", "fsdp2", "pp2"),
+            on("dp2", "fsdp2", "pp2"),
         )
         for name, why in {
             "dbrx": f": .*experts {NO_EXPERTS} its part mlp holds weights, and not .*",

@@ -8,6 +8,7 @@ from dataclasses import replace
 from weft.core import (
     BLOCKS,
     Layout,
+    NeedsData,
     NothingToDivide,
     PipelineRequest,
     Plan,
@@ -47,6 +48,8 @@ def _refusal(
     )
     try:
         plan(asked)
+    except NeedsData:  # it says nothing of the model with weights
+        return None
     except UnsupportedModel as why:
         return why
     except Refusal:  # of a size, or a setting beside the model
