@@ -83,18 +83,11 @@ class NothingToDivide(UnsupportedModel):
     """A model in which an axis finds nothing to divide.
 
     Attributes:
-        others: Axes that may take it. Where the fix says `{others}`, `naming` names those that do.
+        others: Axes that may take it, if not those that divide samples alone. Where the fix says
+            `{others}`, `naming` names those that do.
     """
 
     others: tuple[str, ...] = ()
-
-    @classmethod
-    def of(
-        cls, field: str, value: str, problem: str, fix: str, others: tuple[str, ...]
-    ) -> NothingToDivide:
-        made = cls(field, value, problem, fix)
-        made.others = others
-        return made
 
     def naming(self, others: str) -> UnsupportedModel:
         """The refusal, whose fix says this of other layouts."""

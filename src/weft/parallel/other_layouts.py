@@ -16,8 +16,11 @@ from weft.core import (
     UnsupportedModel,
 )
 
+from .axes import DATA_AXES, EXPERT_AXES, STATE_AXES
 from .changed_weights import changed_weights
 from .plan_request import PlanRequest
+
+_OF_SAMPLES = tuple(axis for axis in DATA_AXES if axis not in EXPERT_AXES)
 
 
 def name_others(
@@ -25,7 +28,7 @@ def name_others(
 ) -> UnsupportedModel:
     """The refusal, which says to use those of the layouts that `plan` takes the model on; where
     there are none, what the first says to change."""
-    refused = [(axis, _refusal(axis, request, plan)) for axis in problem.others]
+    refused = [(axis, _refusal(axis, request, plan)) for axis in problem.others or _OF_SAMPLES]
     taken = [axis for axis, why in refused if why is None]
     if taken:
         *most, last = taken
@@ -54,7 +57,7 @@ def _refusal(
         return why
     except Refusal:  # of a size, or a setting beside the model
         return None
-    changed = changed_weights(asked) if axis == "fsdp" else ()
+    changed = changed_weights(asked) if axis in STATE_AXES else ()
     if changed:
         return UnsupportedModel(
             "layout",

@@ -258,8 +258,7 @@ def _points(
         if len(atoms) > 1:
             fix = "use fewer stages, or name modules that are called once in [pipeline] cut"
             raise UnsupportedModel("pipeline.schedule", made.name, problem, fix)
-        others = "dp", "fsdp"
-        raise NothingToDivide.of("pipeline.schedule", made.name, problem, "{others}", others)
+        raise NothingToDivide("pipeline.schedule", made.name, problem, "{others}")
     costs = [float(getattr(atom, where)) for atom in atoms]
     starts = partition(
         costs, made.stages, placement=made.placement if made.stages > made.ranks else None

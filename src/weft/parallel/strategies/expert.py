@@ -47,7 +47,9 @@ def steps(request: StepsRequest) -> Iterator[Step]:
         problem = f"expert parallelism finds no experts in this model{why and ': '}{why}"
         fix = "{others}: ep takes modules with num_experts, called with (tokens, experts,"
         fix += " weights), that hold all experts' weights"
-        raise NothingToDivide.of("layout", str(layout), problem, fix, ("dp", "fsdp", "pp"))
+        refusal = NothingToDivide("layout", str(layout), problem, fix)
+        refusal.others = ("dp", "fsdp", "pp")
+        raise refusal
     if "ep" in layout.options_of("tp") and "sequence" not in layout.options_of("tp"):
         raise LayoutError(
             "layout",

@@ -72,7 +72,7 @@ def steps(request: StepsRequest) -> Iterator[Step]:
         problem += f" ({'; '.join(_once(roles.notes))})" if roles.notes else ""
         problem += "" if some else ", whose weights are in no nn.Linear and no nn.Embedding"
         fix = _instead(model) + (_TO_DECLARE if several and not roles.all_seen else "")
-        raise NothingToDivide.of("layout", str(layout), problem, fix, ("dp", "fsdp"))
+        raise NothingToDivide("layout", str(layout), problem, fix)
     sequence = "sequence" in layout.options_of(AXIS)
     residual: Placement = Shard(1) if sequence else COPY
     blocks = [block for stack in roles.stacks() for block in stack]

@@ -25,5 +25,5 @@ def steps(request: StepsRequest) -> Iterator[Step]:
     if not request.roles.embeddings and not request.roles.heads:
         problem = "vocabulary parallelism finds no embedding and no head in this model"
         fix = '{others}, or declare [roles] such as "embed" = "embedding"'
-        raise NothingToDivide.of("layout", str(request.layout), problem, fix, ("dp", "fsdp"))
+        raise NothingToDivide("layout", str(request.layout), problem, fix)
     yield from vocabulary_steps(request, AXIS, "vocabulary")
