@@ -37,6 +37,16 @@ IMAGES = {
     "images/schedules.svg": "draw 1f1b zb-h1 zb-v --ranks 4 --microbatches 8",
     "images/pipedream.svg": "draw 1f1b pipedream --ranks 4 --microbatches 6",
     "images/interleaved.svg": "draw 1f1b interleaved --ranks 4 --microbatches 8",
+    "images/collective-ring.svg": "draw --collective ring",
+    "images/collective-halves.svg": "draw --collective reduce_scatter --collective all_gather",
+    "images/collective-tree.svg": "draw --collective tree --ranks 8",
+    "images/collective-broadcast.svg": "draw --collective broadcast --ranks 8",
+    "images/collective-all-to-all.svg": "draw --collective all_to_all",
+    "images/collective-central.svg": "draw --collective central",
+    "images/collective-servers.svg": "draw --collective parameter_server --set servers=2",
+    "images/collective-hierarchical.svg": (
+        "draw --collective ring --collective hierarchical --local 2 --bandwidth 300e9,25e9"
+    ),
 }
 
 # The faces that scripts use. None: every name of the face; else these names alone, because the
@@ -60,6 +70,19 @@ FACES: dict[str, tuple[str, ...] | None] = {
     ),
     "weft.pipeline": ("Timeline", "simulate", "text", "svg", "perfetto"),
     "weft.pipeline.schedules": ("registry", "register", "make_schedule"),
+    "weft.collectives": (
+        "CollectiveAlgorithm",
+        "Message",
+        "Phase",
+        "Links",
+        "Traffic",
+        "run_steps",
+        "find_algorithm_faults",
+        "traffic_of",
+        "collective_text",
+        "collective_svg",
+    ),
+    "weft.collectives.algorithms": ("registry", "make_algorithm"),
     "weft.core": ("Action", "ActionCosts", "Schedule", "RunConfig", "load_run", "Refusal"),
 }
 

@@ -4,13 +4,14 @@ time axis."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
 from ..timeline import Label, Lane, Timeline
 from . import style as look
-from .style import Labelled
+from .style import Labelled, whole_step
+from .svg_image import svg_image, svg_text
 
 # All in pixels.
 MARGIN = 16.0
@@ -37,17 +38,9 @@ def svg(timelines: Labelled) -> str:
         top += _height(timeline) + LINE
     body += _legend(page, timelines, top)
     height = top + LINE * (len(look.kinds(timelines)) + 1) + MARGIN
-    return svg_image(page.width, height, body)
-
-
-def svg_image(width: float, height: float, body: Iterable[str]) -> str:
-    """One standalone image, on white."""
-    size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
-    font = 'font-family="Helvetica, Arial, sans-serif" font-size="12"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>'
-    return "\n".join(
-        [head, '<rect width="100%" height="100%" fill="#ffffff"/>', *body, "</svg>", ""]
-    )
+    names = ", ".join(name for name, _ in timelines)
+    said = ". ".join(f"{name}: {look.figures_line(timeline)}" for name, timeline in timelines)
+    return svg_image(page.width, height, body, f"What each rank does when: {names}", said)
 
 
 @dataclass(frozen=True)
@@ -242,12 +235,6 @@ def _axis(page: _Page, timeline: Timeline, top: float, bottom: float) -> Iterato
         yield f'<line x1="{x:.2f}" y1="{top:.2f}" x2="{x:.2f}" y2="{bottom:.2f}" stroke="#999999"/>'
 
 
-def whole_step(least: float) -> float:
-    """1, 2 or 5 times a power of ten, at least this."""
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(power * m for m in (1, 2, 5, 10) if power * m >= least)
-
-
 def _legend(page: _Page, timelines: Labelled, top: float) -> Iterator[str]:
     """One line per kind: swatches of its shades, and its name."""
     chunks = max(
@@ -272,8 +259,3 @@ def _legend(page: _Page, timelines: Labelled, top: float) -> Iterator[str]:
         y + 11,
         "live activations" + "; lighter above: a rank's later stages" * (chunks > 1),
     )
-
-
-def svg_text(x: float, y: float, content: str, style: str = "") -> str:
-    """A line of text."""
-    return f'<text x="{x:.2f}" y="{y:.2f}" {style}>{escape(content)}</text>'
