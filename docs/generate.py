@@ -13,12 +13,14 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import io
 import re
 import sys
 import tempfile
 import textwrap
 import types
 from collections.abc import Iterator
+from contextlib import chdir, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -46,6 +48,12 @@ IMAGES = {
     "images/collective-servers.svg": "draw --collective parameter_server --set servers=2",
     "images/collective-hierarchical.svg": (
         "draw --collective ring --collective hierarchical --local 2 --bandwidth 300e9,25e9"
+    ),
+    "images/memory.svg": (
+        "plan examples/quickstart.toml --cluster h100x8 --max-memory 4 --set model.dim=1024"
+        " --set model.layers=16 --set model.heads=16 --set model.kv_heads=8 --set train.batch=64"
+        " --set train.accumulate=8 --layout dp8 --layout fsdp8+zero1 --layout fsdp8+zero2"
+        " --layout fsdp8 --layout tp8 --layout pp8"
     ),
 }
 
@@ -109,8 +117,9 @@ def outdated() -> dict[str, str]:
 
 
 def draw(command: str) -> str:
-    """The picture that `weft COMMAND --out FILE.svg` writes."""
-    with tempfile.TemporaryDirectory() as folder:
+    """The picture that `weft COMMAND --out FILE.svg` writes from the repository's root."""
+    here = chdir(DOCS.parent)
+    with tempfile.TemporaryDirectory() as folder, here, redirect_stdout(io.StringIO()):
         file = Path(folder, "picture.svg")
         app([*command.split(), "--out", str(file)], standalone_mode=False)
         return file.read_text(encoding="utf-8")
