@@ -13,12 +13,14 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import io
 import re
 import sys
 import tempfile
 import textwrap
 import types
 from collections.abc import Iterator
+from contextlib import chdir, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -35,8 +37,24 @@ NOTICE = "<!-- Written by docs/generate.py from the code. Change the code, then 
 # Each picture and the command that draws it.
 IMAGES = {
     "images/schedules.svg": "draw 1f1b zb-h1 zb-v --ranks 4 --microbatches 8",
-    "images/pipedream.svg": "draw 1f1b pipedream --ranks 4 --microbatches 6",
+    "images/pipedream.svg": "draw 1f1b pipedream --ranks 4 --microbatches 6 --update 1",
     "images/interleaved.svg": "draw 1f1b interleaved --ranks 4 --microbatches 8",
+    "images/collective-ring.svg": "draw --collective ring",
+    "images/collective-halves.svg": "draw --collective reduce_scatter --collective all_gather",
+    "images/collective-tree.svg": "draw --collective tree --ranks 8",
+    "images/collective-broadcast.svg": "draw --collective broadcast --ranks 8",
+    "images/collective-all-to-all.svg": "draw --collective all_to_all",
+    "images/collective-central.svg": "draw --collective central",
+    "images/collective-servers.svg": "draw --collective parameter_server --set servers=2",
+    "images/collective-hierarchical.svg": (
+        "draw --collective ring --collective hierarchical --local 2 --bandwidth 300e9,25e9"
+    ),
+    "images/memory.svg": (
+        "plan examples/quickstart.toml --cluster h100x8 --max-memory 4 --set model.dim=1024"
+        " --set model.layers=16 --set model.heads=16 --set model.kv_heads=8 --set train.batch=64"
+        " --set train.accumulate=8 --layout dp8 --layout fsdp8+zero1 --layout fsdp8+zero2"
+        " --layout fsdp8 --layout tp8 --layout pp8"
+    ),
 }
 
 # The faces that scripts use. None: every name of the face; else these names alone, because the
@@ -60,6 +78,19 @@ FACES: dict[str, tuple[str, ...] | None] = {
     ),
     "weft.pipeline": ("Timeline", "simulate", "text", "svg", "perfetto"),
     "weft.pipeline.schedules": ("registry", "register", "make_schedule"),
+    "weft.collectives": (
+        "CollectiveAlgorithm",
+        "Message",
+        "Phase",
+        "Links",
+        "Traffic",
+        "run_steps",
+        "find_algorithm_faults",
+        "traffic_of",
+        "collective_text",
+        "collective_svg",
+    ),
+    "weft.collectives.algorithms": ("registry", "make_algorithm"),
     "weft.core": ("Action", "ActionCosts", "Schedule", "RunConfig", "load_run", "Refusal"),
 }
 
@@ -86,8 +117,9 @@ def outdated() -> dict[str, str]:
 
 
 def draw(command: str) -> str:
-    """The picture that `weft COMMAND --out FILE.svg` writes."""
-    with tempfile.TemporaryDirectory() as folder:
+    """The picture that `weft COMMAND --out FILE.svg` writes from the repository's root."""
+    here = chdir(DOCS.parent)
+    with tempfile.TemporaryDirectory() as folder, here, redirect_stdout(io.StringIO()):
         file = Path(folder, "picture.svg")
         app([*command.split(), "--out", str(file)], standalone_mode=False)
         return file.read_text(encoding="utf-8")

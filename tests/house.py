@@ -26,6 +26,7 @@ ORDER = {
     "nn": "what runs inside a model: losses, masks, dropout, expert routing, weft's own models",
     "sync": "how replicas stay together, as data: one file per synchroniser, one per codec",
     "pipeline": "schedules, their simulation and drawing; how a model is split into stages",
+    "collectives": "which rank sends which chunk to which, as data: one file per algorithm",
     "parallel": "one file per axis; model and layout become a Plan, then a sharded model",
     "checkpoint": "sharded safetensors that any layout reads",
     "engine": "one optimizer step under a Plan",
@@ -52,6 +53,7 @@ REGISTRIES = {
     # every schedule is an option of pp, so that strategy asks the registry of schedules
     "parallel.strategies": ("core", "nn", "_torch", "pipeline"),
     "pipeline.schedules": ("core",),
+    "collectives.algorithms": ("core", "collectives"),
     "sync": ("core",),
     "sync.codecs": ("core",),
 }
@@ -72,6 +74,7 @@ WITHOUT_TORCH = (
     "weft.pipeline.simulator",
     "weft.pipeline.draw",
     "weft.pipeline.schedules",
+    "weft.collectives.algorithms",
     "weft.planner.cost.hardware",
     "weft.planner.cost.model_work",
     "weft.cli.app",

@@ -18,6 +18,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.docs.test_reference import load_generator
+from weft.collectives.algorithms import registry as collectives
 from weft.core import RunConfig
 from weft.engine.optimizer_factory import known_optimizers
 from weft.parallel.strategies import allowed_options, registry as axes
@@ -60,6 +61,7 @@ def missing_rows(names: Iterable[str], text: str) -> list[str]:
     ("page", "registry"),
     [
         ("docs/schedules.md", schedules),
+        ("docs/collectives.md", collectives),
         ("docs/sync.md", syncs),
         ("docs/codecs.md", codecs),
         ("docs/layouts.md", axes),

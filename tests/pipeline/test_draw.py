@@ -20,6 +20,7 @@ from weft.pipeline import schedules
 from weft.pipeline.draw import perfetto, svg, text
 from weft.pipeline.simulator import simulate
 from weft.pipeline.timeline import Timeline
+from weft.pipeline.weight_versions import versions_used
 
 SVG = "{http://www.w3.org/2000/svg}"
 MEASURED = Timeline.of(
@@ -436,14 +437,16 @@ def test_a_table_with_faults_is_refused(tmp_path: Path) -> None:
 def test_a_schedule_that_updates_in_between_shows_the_version_of_its_weights() -> None:
     """Updates take no time by default: without it PipeDream's picture is that of 1F1B."""
     picture = text([("pipedream", simulated("pipedream", 2, 3))], width=80).plain.splitlines()
-    assert picture[1:5] == [
+    assert picture[1:7] == [
         "rank 0  F0 F1       B0--- F2 B1---    B2---",
-        "weights 0                 1        2        3",
+        "uses    0  0        0     1  0        1",
+        "newest  0                 1        2        3",
         "rank 1     F0 B0--- F1 B1--- F2 B2---",
-        "weights 0           1        2        3",
+        "uses       0  0     1  1     2  2",
+        "newest  0           1        2        3",
     ]
-    assert picture[-1].endswith("weights: newest version")
-    assert "weights" not in text([("1f1b", simulated("1f1b", 2, 3))]).plain
+    assert picture[-1].endswith("uses, newest: versions of the weights")
+    assert "newest" not in text([("1f1b", simulated("1f1b", 2, 3))]).plain
 
 
 @pytest.mark.parametrize("width", [40, 60, 120])
@@ -451,7 +454,7 @@ def test_a_schedule_that_updates_in_between_shows_the_version_of_its_weights() -
 def test_versions_stand_where_they_begin_or_not_at_all(width: int, colour: bool) -> None:
     timeline = simulated("pipedream", 3, 30, ActionCosts(update_s=0.5))
     lines = text([("x", timeline)], width=width, colour=colour).plain.splitlines()
-    rows = [line for line in lines if line.startswith("weights 0")]
+    rows = [line for line in lines if line.startswith("newest  0")]
     assert max(map(len, rows)) <= width
     assert len(rows) == 3
     for row, lane in zip(rows, timeline.lanes):
@@ -461,6 +464,24 @@ def test_versions_stand_where_they_begin_or_not_at_all(width: int, colour: bool)
         assert len(found) > 3 and [v for v, _ in found] == sorted({v for v, _ in found})
         for version, column in found[1:-1]:
             assert abs(column - ends[version - 1] * scale) <= 0.51
+
+
+@pytest.mark.parametrize("versions", ["stash", "vertical", "2bw"])
+def test_an_image_has_the_version_that_each_microbatch_uses(versions: str) -> None:
+    made = schedules.make_schedule("pipedream", 3, 8, versions=versions)
+    timeline = simulate(made, ActionCosts(update_s=1.0))
+    assert timeline.versions == versions_used(made)
+    image = svg([("pipedream", timeline)])
+    cells = re.findall(
+        r"<title>(\d)([FB])(\d): [^<]*</title></rect><text[^>]*>(\d)</text>"
+        r'<text[^>]*font-size="9"[^>]*>(\d+)</text>',
+        image,
+    )
+    assert len(cells) == 2 * 3 * 8
+    for stage, _, microbatch, number, version in cells:
+        assert number == microbatch
+        assert int(version) == timeline.versions[int(stage), int(microbatch)]
+    assert 'font-size="9"' not in svg([("1f1b", simulated("1f1b", 3, 8))])
 
 
 def test_an_image_marks_each_update_with_its_version() -> None:

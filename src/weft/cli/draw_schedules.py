@@ -12,6 +12,8 @@ from typing import Any
 from weft.core import ActionCosts, ConfigError, Schedule, from_csv, read_file, to_csv
 from weft.pipeline import Timeline, perfetto, print_for_terminal, schedules, simulate, svg, text
 
+from .picture_file import write_file
+
 Drawn = Sequence[tuple[Schedule, Timeline]]
 
 
@@ -64,12 +66,7 @@ def write_picture(path: Path, drawn: Drawn) -> None:
             "not a file to draw in",
             "name a .svg, a .json, or one schedule's .csv",
         )
-    try:
-        path.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            "--out", str(path), f"cannot be written ({error})", "name another file"
-        ) from None
+    write_file(path, content)
 
 
 def print_picture(drawn: Drawn) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from .options import AsJson, Era, NoCode, RunFile, Settings, exit_codes, load
+from .picture_file import write_file
 
 
 def plan(
@@ -27,7 +28,7 @@ def plan(
         typer.Option(
             help=(
                 "Search only layouts of this pattern, as in tp8.* or fsdp*+zero2.tp8. A complete"
-                " layout is estimated as it is; give several to compare them."
+                " layout is estimated as it is; give several to compare them part by part."
             )
         ),
     ] = None,
@@ -53,7 +54,13 @@ def plan(
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write a run file with the best layout."),
+        typer.Option(
+            metavar="FILE",
+            help=(
+                "Write a run file with the best layout, or as .svg a picture of the memory of the"
+                " layouts shown."
+            ),
+        ),
     ] = None,
     settings: Settings = None,
     no_code: NoCode = False,
@@ -66,6 +73,7 @@ def plan(
         from weft.planner import (
             explain_json,
             explain_row,
+            memory_svg,
             plan_for_cluster,
             row_figures,
             write_run_file,
@@ -75,7 +83,11 @@ def plan(
             run, cluster, layout or (), era, memory, exhaustive, explain, top
         )
         row = report.explained
-        if out is not None:
+        pictured = out is not None and out.suffix == ".svg"
+        if out is not None and pictured:
+            shown = [row] if row is not None else report.shown(top)
+            write_file(out, memory_svg(shown, report.question.memory_bytes))
+        elif out is not None:
             write_run_file(laid, out)
         if as_json:
             found = report.json(top)
@@ -89,6 +101,7 @@ def plan(
             fits = report.best.fits
             if out is not None:
                 next_step = f"; now weft train {out}" if fits else ", which does not fit"
+                next_step = "" if pictured else next_step
                 typer.echo(f"\nwritten: {out}{next_step}")
             elif fits:
                 name = f"{path.stem}-{report.question.cluster.hardware.name}.toml"

@@ -62,6 +62,7 @@ from .float8 import (
     RECIPES as RECIPES,
     Float8Linears as Float8Linears,
 )
+from .formula_text import fill_formula as fill_formula
 from .grad_buckets import (
     GradBucket as GradBucket,
     bucket_gradients as bucket_gradients,

@@ -42,10 +42,14 @@ from .draw.curves import (
 )
 from .draw.print_picture import print_for_terminal as print_for_terminal
 from .draw.style import (
+    bytes_text as bytes_text,
+    ink as ink,
     number_text as number_text,
     seconds_text as seconds_text,
     share_text as share_text,
+    whole_step as whole_step,
 )
+from .draw.svg_image import svg_image as svg_image, svg_text as svg_text
 from .plan_stages import (
     check_split_points as check_split_points,
     choose_schedule as choose_schedule,

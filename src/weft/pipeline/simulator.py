@@ -10,6 +10,7 @@ from weft.core import Action, ActionCosts, ConfigError, Kind, Schedule
 
 from .timeline import Lane, Timeline
 from .validate import find_faults
+from .weight_versions import versions_used
 
 KINDS = get_args(Kind)
 Row = tuple[
@@ -70,7 +71,8 @@ def simulate(schedule: Schedule, costs: ActionCosts | None = None) -> Timeline:
             "correct its order",
         )
     lanes = tuple(Lane(*columns) for columns in zip(schedule.order, starts, stops))
-    return Timeline(lanes, costs.each("activation_bytes", stages), costs.freed_by_b)
+    used = versions_used(schedule) if schedule.versions else {}
+    return Timeline(lanes, costs.each("activation_bytes", stages), costs.freed_by_b, used)
 
 
 def split_backwards(schedule: Schedule) -> set[tuple[int, int]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self, cast
 
@@ -106,11 +106,13 @@ class Lane:
 @dataclass(frozen=True)
 class Timeline:
     """One lane per rank, and the bytes of one microbatch's activations per stage (empty if
-    unknown)."""
+    unknown). `versions`: (stage, microbatch) -> the version of the stage's weights that the
+    microbatch uses; empty for a synchronous schedule, and of a measured run."""
 
     lanes: tuple[Lane, ...]
     activation_bytes: tuple[float, ...] = ()
     freed_by_b: float = 0.0
+    versions: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, ranks: Iterable[Iterable[Span]], activation_bytes: Sequence[float] = ()) -> Self:

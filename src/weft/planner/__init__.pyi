@@ -7,6 +7,7 @@ from .cluster_sim.report import (
 from .plan_run import plan_for_cluster as plan_for_cluster, write_run_file as write_run_file
 from .predict_run import compare_with_prediction as compare_with_prediction
 from .search.explain import explain_json as explain_json, explain_row as explain_row
+from .search.memory_picture import memory_svg as memory_svg
 from .search.report import row_figures as row_figures
 from .search.run_precision import run_precision as run_precision
 from .simulate_run import (

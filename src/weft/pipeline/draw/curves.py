@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from . import style
-from .svg import svg_image, svg_text, whole_step
+from .style import whole_step
+from .svg_image import svg_image, svg_text
 
 # All in pixels.
 WIDTH, HEIGHT = 620.0, 360.0
@@ -76,11 +77,13 @@ def draw_curves(
     """
     x = _Scale(across, [v for line in lines for v in line.x], LEFT, WIDTH - RIGHT)
     y = _Scale(up, [v for line in lines for v in line.y], HEIGHT - BOTTOM, TOP)
-    return svg_image(WIDTH, HEIGHT, _body(title, x, y, lines, marks))
+    names = ", ".join(line.name for line in lines)
+    said = f"{up.name} over {across.name}: {names}"
+    return svg_image(WIDTH, HEIGHT, _body(title, x, y, lines, marks), title, said)
 
 
-def stack_images(pictures: Sequence[str]) -> str:
-    """Combine images into one, side by side if there is room."""
+def stack_images(pictures: Sequence[str], title: str) -> str:
+    """Combine images into one of this title, side by side if there is room."""
     sizes = [
         tuple(float(each) for each in _between(picture, 'viewBox="', '"').split()[2:])
         for picture in pictures
@@ -92,7 +95,7 @@ def stack_images(pictures: Sequence[str]) -> str:
             left, top, tall = 0.0, top + tall, 0.0
         body.append(picture.replace("<svg ", f'<svg x="{left:.0f}" y="{top:.0f}" ', 1))
         left, tall = left + width, max(tall, height)
-    return svg_image(page, top + tall, body)
+    return svg_image(page, top + tall, body, title)
 
 
 class _Scale:

@@ -132,8 +132,11 @@ def number_text(value: float) -> str:
 
 def amount_text(timeline: Timeline, value: float) -> str:
     """Live activations: bytes where sizes are known, else microbatches."""
-    if not timeline.sized:
-        return number_text(value)
+    return bytes_text(value) if timeline.sized else number_text(value)
+
+
+def bytes_text(value: float) -> str:
+    """As in 12.5 MB."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if value >= size:
             return f"{value / size:.3g} {unit}"
@@ -157,3 +160,9 @@ def figures_line(timeline: Timeline) -> str:
         f"makespan {seconds_text(timeline.makespan_s)}, ideal {seconds_text(timeline.ideal_s)},"
         f" bubble {bubble}{rest}"
     )
+
+
+def whole_step(least: float) -> float:
+    """1, 2 or 5 times a power of ten, at least this."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(power * m for m in (1, 2, 5, 10) if power * m >= least)

@@ -4,13 +4,14 @@ time axis."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
 from ..timeline import Label, Lane, Timeline
 from . import style as look
-from .style import Labelled
+from .style import Labelled, whole_step
+from .svg_image import svg_image, svg_text
 
 # All in pixels.
 MARGIN = 16.0
@@ -37,17 +38,9 @@ def svg(timelines: Labelled) -> str:
         top += _height(timeline) + LINE
     body += _legend(page, timelines, top)
     height = top + LINE * (len(look.kinds(timelines)) + 1) + MARGIN
-    return svg_image(page.width, height, body)
-
-
-def svg_image(width: float, height: float, body: Iterable[str]) -> str:
-    """One standalone image, on white."""
-    size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
-    font = 'font-family="Helvetica, Arial, sans-serif" font-size="12"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>'
-    return "\n".join(
-        [head, '<rect width="100%" height="100%" fill="#ffffff"/>', *body, "</svg>", ""]
-    )
+    names = ", ".join(name for name, _ in timelines)
+    said = ". ".join(f"{name}: {look.figures_line(timeline)}" for name, timeline in timelines)
+    return svg_image(page.width, height, body, f"What each rank does when: {names}", said)
 
 
 @dataclass(frozen=True)
@@ -67,11 +60,8 @@ class _Page:
 
 def _page(timelines: Labelled) -> _Page:
     span, short = look.span_s(timelines), look.short_s(timelines)
-    across = (
-        min(max(span / short * (DIGIT * look.digits(timelines) + 9), NARROW), WIDE)
-        if short
-        else NARROW
-    )
+    digits = look.digits(timelines) * (1 + any(timeline.versions for _, timeline in timelines))
+    across = min(max(span / short * (DIGIT * digits + 9), NARROW), WIDE) if short else NARROW
     ranks = max(len(timeline.lanes) for _, timeline in timelines)
     left = MARGIN + 10 + LETTER * max(len(f"rank {ranks - 1}"), len("time, ms"))
     columns = [_columns(timeline) for _, timeline in timelines]
@@ -115,7 +105,7 @@ def _panel(page: _Page, name: str, timeline: Timeline, top: float) -> Iterator[s
     every = math.ceil(13 / pitch)  # ranks that are written out
     for rank, spans in enumerate(timeline.lanes):
         y = first + rank * pitch
-        yield from _lane(page, spans, y, lane)
+        yield from _lane(page, spans, y, lane, timeline.versions)
         yield _curve(page, timeline, rank, y + lane, CURVE * lane - 2, highest)
         for ends in spans.updates.values():
             yield from _versions(page, ends, y, lane)
@@ -126,8 +116,11 @@ def _panel(page: _Page, name: str, timeline: Timeline, top: float) -> Iterator[s
             yield svg_text(page.live, base, live[rank + 1], 'text-anchor="end"')
 
 
-def _lane(page: _Page, lane: Lane, y: float, height: float) -> Iterator[str]:
-    """Cells; first what is not an action, since actions may overlap with it."""
+def _lane(
+    page: _Page, lane: Lane, y: float, height: float, versions: Mapping[tuple[int, int], int]
+) -> Iterator[str]:
+    """Cells; first what is not an action, since actions may overlap with it. Right below a
+    microbatch's number stands the version of the weights that it uses."""
     colours = look.palette(lane)
 
     def cell(label: Label, colour: str, start: float, stop: float) -> str:
@@ -146,16 +139,17 @@ def _lane(page: _Page, lane: Lane, y: float, height: float) -> Iterator[str]:
             f' fill="{colour}"{border}'
         )
         found = f"{rect}>{tip}</rect>" if wide >= BORDER else f"{rect}/>"
-        if (
-            not isinstance(label, str)
-            and height >= 11
-            and wide >= DIGIT * len(str(label.microbatch)) + 2
-        ):
-            style = (
-                f'font-size="11" text-anchor="middle" fill="{look.ink(colour)}"'
-                ' pointer-events="none"'
-            )
-            found += svg_text(x + wide / 2, y + height / 2 + 4, str(label.microbatch), style)
+        if isinstance(label, str) or height < 11:
+            return found
+        used = "" if label.kind == "U" else str(versions.get(label[1:], ""))
+        small = DIGIT * 0.9 * len(used)  # beside the microbatch's number, lower
+        if wide >= DIGIT * len(str(label.microbatch)) + small + 2:
+            ground = f'text-anchor="middle" fill="{look.ink(colour)}" pointer-events="none"'
+            middle, base = x + (wide - small) / 2, y + height / 2 + 4
+            found += svg_text(middle, base, str(label.microbatch), f'font-size="11" {ground}')
+            if used:
+                right = x + (wide + DIGIT * len(str(label.microbatch))) / 2
+                found += svg_text(right, base + 4, used, f'font-size="9" {ground}')
         return found
 
     for other in (True, False):
@@ -242,12 +236,6 @@ def _axis(page: _Page, timeline: Timeline, top: float, bottom: float) -> Iterato
         yield f'<line x1="{x:.2f}" y1="{top:.2f}" x2="{x:.2f}" y2="{bottom:.2f}" stroke="#999999"/>'
 
 
-def whole_step(least: float) -> float:
-    """1, 2 or 5 times a power of ten, at least this."""
-    power = 10.0 ** math.floor(math.log10(least))
-    return next(power * m for m in (1, 2, 5, 10) if power * m >= least)
-
-
 def _legend(page: _Page, timelines: Labelled, top: float) -> Iterator[str]:
     """One line per kind: swatches of its shades, and its name."""
     chunks = max(
@@ -264,6 +252,8 @@ def _legend(page: _Page, timelines: Labelled, top: float) -> Iterator[str]:
         named = look.NAMES.get(of, of)
         if of == "U" and look.updates(timelines):
             named += "; below it the version of the weights from then on"
+            if any(timeline.versions for _, timeline in timelines):
+                named += "; low in a cell: the version that it uses"
         yield svg_text(page.left + len(paints) * 20 + 6, y + 11, named)
     y = top + len(look.kinds(timelines)) * LINE
     yield f'<rect x="{page.left:.2f}" y="{y:.2f}" width="18" height="13" fill="{LIVE}"/>'
@@ -272,8 +262,3 @@ def _legend(page: _Page, timelines: Labelled, top: float) -> Iterator[str]:
         y + 11,
         "live activations" + "; lighter above: a rank's later stages" * (chunks > 1),
     )
-
-
-def svg_text(x: float, y: float, content: str, style: str = "") -> str:
-    """A line of text."""
-    return f'<text x="{x:.2f}" y="{y:.2f}" {style}>{escape(content)}</text>'

@@ -12,7 +12,7 @@ from ..timeline import Lane, Timeline
 from . import style as look
 from .style import Labelled
 
-WEIGHTS = "weights"
+WEIGHTS, USED = "newest", "uses"
 CURVE = 32  # columns of a memory curve
 RAMP, ASCII_RAMP = "▁▂▃▄▅▆▇█", ".:-=+*%@"
 Cell = tuple[str, str]  # a character and its style
@@ -25,8 +25,8 @@ def text(
 
     With `colour` a cell's background says what runs, lighter for a rank's later stages; without,
     letters do, small for later stages. Where cells do not fit, they shrink, and numbers that do not
-    fit are left out; a note says so. Below a rank that updates its weights in between stands their
-    version, from where it is the newest.
+    fit are left out; a note says so. Below a rank that updates its weights in between stands the
+    version of the weights that each action uses, and the newest one, from where it is there.
     """
     gutter = 2 + max(len(f"rank {len(timeline.lanes) - 1}") for _, timeline in timelines)
     gutter = max(gutter, len(WEIGHTS) + 1) if look.updates(timelines) else gutter
@@ -37,6 +37,8 @@ def text(
         lines += [Text(f"{name}: {look.figures_line(timeline)}", style="bold" if colour else "")]
         for rank, lane in enumerate(timeline.lanes):
             lines.append(Text(f"rank {rank}".ljust(gutter)) + _row(lane, scale, colour))
+            if timeline.versions:
+                lines.append(Text(USED.ljust(gutter) + _used(lane, timeline, scale, room)))
             for ends in lane.updates.values():
                 lines.append(Text(WEIGHTS.ljust(gutter) + _versions(ends, scale, room)))
         lines += [Text(), *_table(timeline, gutter, max(width, 40), ascii_only), Text()]
@@ -100,6 +102,18 @@ def _row(lane: Lane, scale: float, colour: bool) -> Text:
     for style, run in groupby(row, key=lambda cell: cell[1]):
         line.append("".join(character for character, _ in run), style)
     return line
+
+
+def _used(lane: Lane, timeline: Timeline, scale: float, room: int) -> str:
+    """Below each forward and backward the version of the weights that it uses, if it fits."""
+    row = ""
+    for label, start, _ in lane.spans:
+        if not isinstance(label, str) and label.kind != "U":
+            version = str(timeline.versions[label[1:]])
+            column = int(start * scale + 0.5 + 1e-6)
+            if column + len(version) <= room and (not row or len(row) < column):
+                row = row.ljust(column) + version
+    return row
 
 
 def _versions(ends: Sequence[float], scale: float, room: int) -> str:
@@ -170,7 +184,7 @@ def _legend(timelines: Labelled, colour: bool) -> Text:
             )
             line.append(f" {of}   ")
     if look.updates(timelines):
-        line.append(f"{WEIGHTS}: newest version   ")
+        line.append(f"{USED}, {WEIGHTS}: versions of the weights   ")
     if chunks > 1:
         line.append(
             "lighter: a rank's later stages" if colour else "small letters: a rank's later stages"

@@ -293,7 +293,8 @@ def write_report(path: Path, report: SimulationReport) -> None:
 
 def report_svg(report: SimulationReport) -> str:
     """The timeline, and the curves that were asked for, under it."""
-    return stack_images([draw.svg([(report.title, report.timeline)]), *_curves(report)])
+    pictures = [draw.svg([(report.title, report.timeline)]), *_curves(report)]
+    return stack_images(pictures, report.title)
 
 
 def report_perfetto(report: SimulationReport) -> str:

@@ -38,4 +38,4 @@ def step_timeline(acted: Timeline, step: StepParts) -> Timeline:
         )
         for lane in acted.lanes
     )
-    return Timeline(lanes, acted.activation_bytes, acted.freed_by_b)
+    return Timeline(lanes, acted.activation_bytes, acted.freed_by_b, acted.versions)

@@ -119,7 +119,7 @@ def why_slower(question: PlanQuery, row: RankedLayout, best: RankedLayout) -> st
     if times < NEAR:
         more = len(Layout.parse(row.layout).axes) > len(Layout.parse(best.layout).axes)
         return "as fast" + (", with more axes" if more else "")
-    mine, its = _seconds(best), _seconds(row)
+    mine, its = seconds_by_cause(best), seconds_by_cause(row)
     part = max(its, key=lambda name: its[name] - mine.get(name, 0.0))
     slower = f"{times:.2g} x slower" if times >= 1.1 else f"{times - 1:.0%} slower"
     if part == COMPUTING:  # matrices are smaller, or a stage has more of them
@@ -127,8 +127,8 @@ def why_slower(question: PlanQuery, row: RankedLayout, best: RankedLayout) -> st
     return f"{slower}: {part} {its[part] / row.step_s:.0%}{_crossing(question, row, part)}"
 
 
-def _seconds(row: RankedLayout) -> dict[str, float]:
-    """Of each part, all that is computed as one."""
+def seconds_by_cause(row: RankedLayout) -> dict[str, float]:
+    """What takes how many seconds of a step, all that is computed as one."""
     found = {COMPUTING: 0.0}
     for name, share in shares(row).items():
         name = COMPUTING if name in COMPUTE else name

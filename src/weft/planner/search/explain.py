@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from weft.core import fill_formula
+
 from ..cost.breakdown import CostPart, TimePart
 from ..cost.hardware import GIB
 from .ranking import RankedLayout
@@ -101,7 +103,7 @@ def _part(part: CostPart, unit: float, word: str) -> list[str]:
 
 def _fill_formula(part: CostPart) -> tuple[str, dict[str, str]]:
     """The formula with the values in it, and those that have no place in it."""
-    values = {name: f"{float(np.ravel(value)[0]):.4g}" for name, value in part.symbols.items()}
+    values = {name: float(np.ravel(value)[0]) for name, value in part.symbols.items()}
     used = set(re.findall(r"\w+", part.formula))
-    filled = re.sub(r"\w+", lambda match: values.get(match[0], match[0]), part.formula)
-    return filled, {name: value for name, value in values.items() if name not in used}
+    filled = fill_formula(part.formula, values)
+    return filled, {name: f"{value:.4g}" for name, value in values.items() if name not in used}

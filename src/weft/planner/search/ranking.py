@@ -88,7 +88,8 @@ class RankedLayout:
 class Ranking:
     """`rows`: the best of each layout, best first. They fit, or, where `fits` is false, are nearest
     to it. `priced` and `simulated` choices; `exhaustive`: whether conventions were ignored, or else
-    which `conventions` left out others; `devices` in use."""
+    which `conventions` left out others; `devices` in use; `compared`: where several layouts were
+    given, these rows in that order."""
 
     rows: tuple[RankedLayout, ...]
     fits: bool
@@ -97,6 +98,7 @@ class Ranking:
     devices: int
     exhaustive: bool
     conventions: frozenset[str] = frozenset()
+    compared: tuple[RankedLayout, ...] = ()
 
 
 def rank(

@@ -12,6 +12,7 @@ from ..cluster_sim.report import hours_text
 from ..cost.hardware import GIB
 from .baselines import Baseline, limits
 from .candidates import LeftOut
+from .comparison import comparison_table, divided_by
 from .explain import excess_text, recompute_text
 from .query import PlanQuery
 from .ranking import RankedLayout, Ranking
@@ -47,9 +48,20 @@ class PlanReport:
         """Seconds of all steps in the best layout."""
         return self.steps * self.best.step_s
 
+    def shown(self, top: int) -> list[RankedLayout]:
+        """The rows that the report shows: all of layouts that were given to be compared, in the
+        order given; else the first of `rows`."""
+        return [*self.ranked.compared] or self.rows()[:top]
+
+    @property
+    def _each(self) -> str:
+        return "tokens" if self.question.work.tokens > 1 else "samples"
+
     def text(self, top: int) -> str:
         """As wide as WIDTH."""
-        parts = [self._head(), self._table(self.rows()[:top])]
+        shown = self.shown(top)
+        compared = comparison_table(shown, self._each) if self.ranked.compared else ""
+        parts = [self._head(), compared or self._table(shown)]
         if self.losers:
             parts.append(self._losers())
         if self.refused:
@@ -144,7 +156,7 @@ class PlanReport:
             row.schedule + "".join(f" x{value}" for value in row.options.values()) for row in rows
         ]
         named = max(8, *map(len, names))
-        each = "tokens/s" if self.question.work.tokens > 1 else "samples/s"
+        each = f"{self._each}/s"
         head = (
             f"   {'layout':<{wide}} {'schedule':<{named}} micro recompute  step s {each} MFU   GiB "
             " limited by"
@@ -196,6 +208,7 @@ def row_figures(row: RankedLayout) -> dict[str, Any]:
         "over_bytes": row.over_bytes,
         "simulated": row.simulated,
         "limited_by": limits(row),
+        "divides": divided_by(row.layout),
         **maps,
     }
 

@@ -49,6 +49,7 @@ def rank_whole(
             rows.append(row)
     if not rows:
         raise checker.refused[0][1]
+    given = tuple(rows) if len(patterns) > 1 else ()
     rows.sort(key=lambda row: (max(row.over_bytes, 0), row.step_s))
     return Ranking(
         tuple(rows),
@@ -57,6 +58,7 @@ def rank_whole(
         sum(row.simulated for row in rows),
         max(Layout.parse(row.layout).world for row in rows),
         exhaustive=True,
+        compared=given,
     )
 
 
