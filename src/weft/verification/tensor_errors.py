@@ -303,7 +303,12 @@ def coverage_gap(held: dict[str, list], reference: Reference) -> str | None:
     everyone = gather_json(
         {name: [[(s.start, s.stop) for s in box] for box in boxes] for name, boxes in held.items()}
     )
-    for name in {name: None for ranks in everyone for name in ranks}:
+    found = {name: None for ranks in everyone for name in ranks}
+    absent = [name for name in reference.final if name not in found]
+    if absent:
+        more = f" and {len(absent) - 1} others" if len(absent) > 1 else ""
+        return f"no rank has {absent[0]}{more}, which one device has"
+    for name in found:
         boxes = [
             tuple(slice(*ends) for ends in box) for ranks in everyone for box in ranks.get(name, ())
         ]
