@@ -12,7 +12,12 @@ from tests.run_files import TRAINED
 from weft.core import load_run
 from weft.core.run_config import PrecisionConfig, RunConfig
 from weft.verification.coverage import coverage
-from weft.verification.training_check import TrainingDefinition, define_training, training_proofs
+from weft.verification.training_check import (
+    TrainingDefinition,
+    define_training,
+    other_layout_proofs,
+    training_proofs,
+)
 from weft.verification.verified_settings import deep_sync
 from weft.verification.verify_run import deep_case
 
@@ -162,6 +167,15 @@ def test_replicas_train_as_defined(
     assert shown["replicas"].startswith("2, by ")
     assert shown["laws"] == "of masks, random numbers and who takes which samples"
     assert "bit for bit" in shown.values()
+
+
+def test_replicas_go_on_on_one_device_each(tmp_path: Path) -> None:
+    """And those on one device each in ranks of their own."""
+    (found,) = define_training(*deep_case(load(tmp_path, SYNCS["streaming"])), "dp2.tp2")
+    proofs = training_proofs(found, "dp2.tp2", tmp_path)
+    others = other_layout_proofs(found, "dp2.tp2", tmp_path, tmp_path)
+    assert all(proof.equal for proof in (*proofs, *others)), (proofs, others)
+    assert [proof.shown.split(":")[0] for proof in others] == ["on dp2", "from dp2"]
 
 
 def test_the_table_says_what_is_trained(tmp_path: Path) -> None:

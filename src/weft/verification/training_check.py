@@ -144,7 +144,7 @@ def verify_training(
             proofs = training_proofs(defined[0], layout, here)
             for another in defined[1:]:
                 proofs += training_proofs(another, layout, here / "rollback")
-            proofs += _on_other_layouts(defined[0], layout, here, alone)
+            proofs += other_layout_proofs(defined[0], layout, here, alone)
             steps = f"{plain[0].run.train.steps} steps"
             proofs.insert(1, _proof(steps, on_one, plain[0].trajectory, note="on dp1: "))
             happened = {what for each in defined for what in each.trajectory.happened}
@@ -328,31 +328,33 @@ def training_proofs(defined: TrainingDefinition, layout: str, folder: Path) -> l
     return proofs
 
 
-def _on_other_layouts(
+def other_layout_proofs(
     defined: TrainingDefinition, layout: str, folder: Path, alone: Path
 ) -> list[Proof]:
-    """`other_layout_proofs`, where there is another layout. `alone`: a run of one device."""
+    """That a checkpoint of this layout, below `folder`, goes on on one device; and one device's,
+    below `alone`, on this layout. Replicas that step by themselves go on on one device each."""
     if defined.replicas == 1:
-        return other_layout_proofs(defined, layout, folder, alone)
+        return _resumed(defined, layout, "dp1", folder / "whole", alone)
     each_alone = f"dp{defined.replicas}"
-    if on_own_layout(defined.run, layout).layout == on_own_layout(defined.run, each_alone).layout:
+    here, there = (on_own_layout(defined.run, each) for each in (layout, each_alone))
+    if here.layout == there.layout:
         return []
-    _train(on_own_layout(defined.run, each_alone), folder / "apart")
-    return other_layout_proofs(defined, layout, folder, folder / "apart", each_alone)
+    _train(there, folder / "apart")
+    return _resumed(defined, layout, each_alone, folder / "whole", folder / "apart")
 
 
-def other_layout_proofs(
-    defined: TrainingDefinition, layout: str, folder: Path, alone: Path, one: str = "dp1"
+def _resumed(
+    defined: TrainingDefinition, layout: str, other: str, whole: Path, theirs: Path
 ) -> list[Proof]:
-    """That a checkpoint of this layout, below `folder`, goes on on the layout `one`, of one device
-    for each replica; and that of `one`, below `alone`, on this layout."""
-    here, there = (on_own_layout(defined.run, each) for each in (layout, one))
+    """That a run of a layout in `whole` goes on on the `other`, and that one's in `theirs` on
+    the layout."""
     step, found = defined.step, list[Proof]()
-    for word, run, begin in (("on", there, folder / "whole"), ("from", here, alone)):
+    for note, on, begin in (("on", other, whole), ("from", layout, theirs)):
         if checkpoint_path(begin / CHECKPOINTS, step).exists():
-            other = _train(run, folder / word, begin)
-            note = f"{word} {one}: "
-            found.append(_proof(f"resumed at {step}", other, defined.trajectory, step, note))
+            run = on_own_layout(defined.run, on)
+            again = _train(run, whole.parent / note, begin)
+            of = f"{note} {other}: "
+            found.append(_proof(f"resumed at {step}", again, defined.trajectory, step, of))
     return found
 
 
