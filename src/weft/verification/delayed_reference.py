@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.nn import Randomness
+from weft.pipeline.schedules import builtin_schedules
 
 from .activation_recorder import record_activations
 from .case import Case
@@ -94,7 +95,8 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
         if step == 0:
             found.updated = {n: p.detach().clone() for n, p in params.items()}
     found.final = final_state(model, [o for o in optimizers if o is not None], params)
-    of_papers = update_faults(plan.schedule) if plan.schedule.name == "pipedream" else []
+    own = plan.schedule.name not in builtin_schedules()  # of a user's, which defines itself
+    of_papers = [] if own else update_faults(plan.schedule)
     found.broken = (*of_papers, *laws.broken, *case.faults())
     return found
 

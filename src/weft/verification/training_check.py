@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.checkpoint import CHECKPOINTS, CheckpointReader, checkpoint_path, read_index
-from weft.core import ConfigError, Plan, RunConfig, WorkerDied
+from weft.core import REPLICA_AXIS, ConfigError, Plan, RunConfig, WorkerDied
 from weft.engine import Float64Mode, Loss
 from weft.launch import ScratchFolder, run_replicas, run_workers
 from weft.train import (
@@ -335,7 +335,7 @@ def other_layout_proofs(
     below `alone`, on this layout. Replicas that step by themselves go on on one device each."""
     if defined.replicas == 1:
         return _resumed(defined, layout, "dp1", folder / "whole", alone)
-    each_alone = f"dp{defined.replicas}"
+    each_alone = f"{REPLICA_AXIS}{defined.replicas}"
     here, there = (on_own_layout(defined.run, each) for each in (layout, each_alone))
     if here.layout == there.layout:
         return []
