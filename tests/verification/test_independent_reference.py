@@ -15,6 +15,7 @@ from tests.mutants import Mutant, mutated
 from tests.staged import STAGED
 from tests.verification.nets_with_definitions import CASES
 from tests.verification.nets_with_quirks import QUIRKS
+from weft.core import whole_shard
 from weft.core.run_config import RunConfig
 from weft.train.data import Loader, stdlib
 from weft.verification.case import Case
@@ -23,6 +24,7 @@ from weft.verification.delayed_reference import run_delayed
 from weft.verification.layout_result import LayoutResult
 from weft.verification.plain.samples import order_faults
 from weft.verification.reference import run_reference
+from weft.verification.tensor_errors import tensor_error
 from weft.verification.verify_run import make_case
 
 STEPS = 2
@@ -336,6 +338,14 @@ def test_a_buffer_that_no_rank_has_is_seen(pool: Any) -> None:
     )
     result = pool.run(both_sides, place, STAGED["convnet"].case(), "dp2", world=2)[0]
     assert "no rank has stages.0.1.running_mean" in str(result.problem), result
+
+
+def test_imaginary_parts_count() -> None:
+    want = torch.ones(4, dtype=torch.complex128)
+    chunks = whole_shard("filter", want, True).chunks
+    assert tensor_error(want * 1.0, chunks, want, 0.0) == 0.0
+    assert tensor_error(want + 0.5j, chunks, want, 0.0) == pytest.approx(0.5)
+    assert tensor_error(want - 0.5, chunks, want, 0.0) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("versions", ["stash", "vertical", "2bw"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from math import inf, isfinite, sqrt
 
+import torch
 from torch import Tensor
 
 from weft.core import Chunk, chunks_of, coverage_flaw, gather_json, whole_shard
@@ -105,8 +106,8 @@ def common_factor(
             if want.shape != got.shape:
                 return None
             product, squares = (
-                product + float((want * got).sum()),
-                squares + float(want.square().sum()),
+                product + float((want.conj() * got).real.sum()),
+                squares + float(want.abs().square().sum()),
             )
     r = product / squares if squares else 0.0
     same = r != 0.0 and all(
@@ -330,12 +331,18 @@ def tensor_error(
     squares = 0.0
     for mine, there in parts:
         try:
-            off = tensor[mine].double() - want[there].double()
-            squares += float((off if times is None else off * times[there]).square().sum())
+            off = wide(tensor[mine]) - wide(want[there])
+            off = off if times is None else off * times[there]
+            squares += float(off.abs().square().sum())
         except (RuntimeError, IndexError):
             return inf
-    whole = want.double() if times is None else want.double() * times
+    whole = wide(want) if times is None else wide(want) * times
     return error_ratio(sqrt(squares) if isfinite(squares) else inf, max(float(whole.norm()), floor))
+
+
+def wide(t: Tensor) -> Tensor:
+    """In float64; of complex numbers both parts."""
+    return t.to(torch.complex128 if t.is_complex() else torch.float64)
 
 
 def error_ratio(error: float, size: float) -> float:

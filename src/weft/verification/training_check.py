@@ -163,9 +163,9 @@ def define_training(
     """What one device does in one or two short runs, or does in turn for each replica of the layout
     where these step by themselves; arguments as of `verify_training`."""
     short = short_run(run)
-    plain = case.build_plain or case.build
-    drawn = {"build": case.build, "build_plain": plain}
-    case = replace(case, **{key: partial(_drawn_in_float64, build) for key, build in drawn.items()})
+    builds = case.build, case.build_plain or case.build
+    build, build_plain = (partial(_drawn_in_float64, each) for each in builds)
+    case = replace(case, build=build, build_plain=build_plain)
     batches = [to_float64(validation(n)) for n in range(short.train.eval_batches)]
     given = case, short, batches, metrics, layout
     found: list[TrainingDefinition] = run_workers(_train_by_definition, 1, *given)[0]

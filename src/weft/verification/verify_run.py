@@ -88,7 +88,7 @@ def verify_deep(
 
 def deep_case(
     run: RunConfig,
-) -> tuple[RunConfig, Case, Callable[[int], Batch], dict[str, Loss]]:
+) -> tuple[RunConfig, Case, Callable[[int], Batch], Mapping[str, Loss]]:
     """The run in float64, its Case, the whole batches of a validation by their number, and what it
     measures."""
     table = verified_precision(run.precision, "fp64")
