@@ -35,17 +35,19 @@ class Verdict:
     seconds: float
 
 
-def judged(mutant: Mutant, pair: Pair) -> Outcome:
+def judged(mutant: Mutant | None, pair: Pair) -> Outcome:
     with in_place(mutant):
         return observed(pair)
 
 
-def outcome(pool: Pool, mutant: Mutant, pair: Pair) -> Outcome | str:
+def outcome(
+    pool: Pool, mutant: Mutant | None, pair: Pair, timeout_s: float = TIMEOUT_S
+) -> Outcome | str:
     """What a pair does under a mutant, or how it ends."""
     try:
         if pair.way == "deep":
-            return in_a_process(judged, mutant, pair, timeout=TIMEOUT_S)
-        return pool.run(judged, mutant, pair, world=pair.world, timeout=TIMEOUT_S)[0]
+            return in_a_process(judged, mutant, pair, timeout=timeout_s)
+        return pool.run(judged, mutant, pair, world=pair.world, timeout=timeout_s)[0]
     except (Refusal, WorkerDied, Died) as error:
         said = str(error).replace(str(ROOT), "").strip().splitlines()
         return f"{type(error).__name__}: {said[-1][-200:] if said else ''}"

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from rules import changes, with_change
+from rules import Change, changes, with_change
 from traces import Line
 
 from tests.mutants import code_of, exchanged
@@ -44,13 +44,21 @@ class Mutant:
     def file(self) -> Path:
         return ROOT / "src" / Path(*self.module.split(".")).with_suffix(".py")
 
+    @property
+    def stands(self) -> bool:
+        """Whether the source still has what is changed, where it was."""
+        return self._change() is not None
+
     def text(self) -> str:
         """The module's text with the change."""
-        text = self.file.read_text()
-        (change,) = (
-            c for c in changes(text) if (c.function, c.place) == (self.function, self.place)
-        )
-        return with_change(text, change)
+        change = self._change()
+        assert change is not None, f"{self.key}: the source is another one now"
+        return with_change(self.file.read_text(), change)
+
+    def _change(self) -> Change | None:
+        wanted = self.function, self.place, self.old, self.new
+        each = changes(self.file.read_text()) if self.file.exists() else ()
+        return next((c for c in each if (c.function, c.place, c.old, c.new) == wanted), None)
 
 
 def in_place(mutant: Mutant | None) -> AbstractContextManager[None]:

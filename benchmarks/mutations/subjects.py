@@ -14,7 +14,9 @@ from tests.staged import STAGED, one_input, padded, sequential
 from tests.verification.contrastive import TwoTowers, clip, pairs
 from tests.verification.nets_with_definitions import CASES
 from tests.verification.nets_with_quirks import QUIRKS
+from tests.verification.test_parts import towers
 from weft.core.layout import Layout
+from weft.engine import make_optimizer
 from weft.losses import causal_lm, mse
 from weft.models import decoder
 from weft.sync import make_sync
@@ -55,6 +57,16 @@ def with_sync(arguments: dict[str, Any]) -> Subject:
     return replace(SUBJECTS["decoder"], plan=tuple(plan.items()))
 
 
+def with_plan(name: str, **plan: Any) -> Subject:
+    """A model of several stages, with further arguments of its plan."""
+    whole = {**dict(STAGED[name].plan), **plan}
+    return replace(STAGED[name], plan=tuple(whole.items()))
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "dgc": partial(torch.optim.SGD, lr=0.3),  # the codec has a momentum of its own
+    "adafactor": make_optimizer("adafactor", lr=1e-2, weight_decay=0.1),
+}
 MODELS: dict[str, Subject] = {
     **SUBJECTS,
     **{f"deep-{name}": STAGED[name] for name in ("decoder", "tied", "llama", "t5", "convnet")},
@@ -69,6 +81,10 @@ MODELS: dict[str, Subject] = {
     ),
     "squared": Subject(sequential, one_input, mse),
     "masked": Subject(STAGED["qwen3"].build, padded),
+    "parts": towers({"vision": "fsdp", "*": "tp"}),
+    "adafactor": SUBJECTS["decoder"],
+    "dynamic": with_plan("deep", options={"chunks": 3}, dynamic_shapes=True),
+    "two versions": with_plan("decoder", options={"versions": "2bw"}),
     **{name: with_sync(arguments) for name, arguments in SYNCS.items()},
 }
 
@@ -124,6 +140,11 @@ COMPARED = (
     ("decoder", "cp2+ulysses"),
     ("deep-decoder", "pp2+zb-v"),
     ("deep-decoder", "pp2+gpipe"),
+    ("parts", "fsdp2.tp2"),
+    ("adafactor", "dp2"),
+    ("adafactor", "fsdp2+zero1"),
+    ("dynamic", "pp2+interleaved"),
+    ("two versions", "pp2+pipedream"),
     *((name, "dp2") for name in SYNCS if name != "rings"),
     ("rings", "dp4"),
     ("int8", "fsdp2"),
@@ -145,9 +166,7 @@ LATE = (
 
 def case_of(model: str) -> Case:
     case = MODELS[model].case()
-    if model == "dgc":  # which has a momentum of its own
-        case = replace(case, optimizer=partial(torch.optim.SGD, lr=0.3))
-    return case
+    return replace(case, optimizer=OPTIMIZERS[model]) if model in OPTIMIZERS else case
 
 
 @dataclass(frozen=True)

@@ -102,9 +102,10 @@ def main() -> None:
     others.sort(key=lambda row: random.Random(f"{args.seed} {row['key']}").random())
     chosen = [row for row in rows if row["effect"] == "missed"] + others[: args.sample]
     for number, row in enumerate(chosen):
-        if row["key"] in done:
+        mutant = Mutant(**{name: row[name] for name in FIELDS})
+        if row["key"] in done or not mutant.stands:
             continue
-        test = by_tests(Mutant(**{name: row[name] for name in FIELDS}))
+        test = by_tests(mutant)
         with TESTED.open("a") as file:
             file.write(json.dumps({"key": row["key"], "test": test}) + "\n")
         print(

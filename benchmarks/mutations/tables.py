@@ -1,4 +1,6 @@
-"""The tables in README.md, of results/mutants.jsonl and results/tests.jsonl.
+"""The tables in README.md, of results/mutants.jsonl, tests.jsonl and again.jsonl; and of
+beside_numbers.jsonl: of mutants that verify finds equal and a test sees, those that change no
+number of a run, and what they do change, as the source was read.
 
 python benchmarks/mutations/tables.py
 """
@@ -22,9 +24,18 @@ BEGIN, END = "<!-- results: written by tables.py -->\n", "<!-- end of results --
 
 
 def read() -> list[Row]:
-    """The mutants, with the test that saw each, "" if none did, None if tests were not run."""
+    """The mutants, with the test that saw each, "" if none did, None if tests were not run; with
+    what verify found when they were drawn, and what those that change no number do change."""
     tests = {row["key"]: row["test"] for row in _lines("tests.jsonl")}
-    return [{**row, "test": tests.get(row["key"])} for row in _lines("mutants.jsonl")]
+    again = {row["key"]: row for row in _lines("again.jsonl")}
+    beside = {row["key"]: row["changes"] for row in _lines("beside_numbers.jsonl")}
+    rows = []
+    for row in _lines("mutants.jsonl"):
+        key = row["key"]
+        told = {"test": tests.get(key), "beside": beside.get(key), "found": row["effect"]}
+        now = again.get(key, {"says": ""})
+        rows.append({**row, **(now if now["says"] else {}), **told})
+    return rows
 
 
 def _lines(name: str) -> list[Row]:
@@ -64,21 +75,32 @@ def summary(rows: list[Row]) -> list[str]:
     changing = by_verify + counts["tests"] + counts["survive"]
     inside, named = _lines("inside.jsonl"), scored(rows)
     names = Counter(row["first"] for row in named)
-    sampled = [row for row in rows if row["effect"] in ("plan", "none") and row["test"] is not None]
-    caught = sum(bool(row["test"]) for row in sampled)
+    sampled = [row for row in rows if row["found"] in ("plan", "none") and row["test"] is not None]
+    by_tests = [row for row in sampled if row["test"]]
+    numbers = [row for row in by_tests if not row["beside"]]
+    now = sum(row["effect"] in SEEN for row in numbers)
     ended = sum(row["effect"] in SEEN and row["says"].startswith(ENDS) for row in rows)
-    untried = counts["plan"] + counts["none"] - (len(sampled) - caught)
-    more = round(untried * caught / max(1, len(sampled)))  # as many of these as of the sample
-    likely = changing + more
+    equal = [row for row in rows if row["effect"] in ("plan", "none")]
+    untried = sum(row["test"] is None for row in equal)
+    # as many of these as of the sample
+    any_change, of_numbers, seen_now = (
+        untried * count / max(1, len(sampled)) for count in (len(by_tests), len(numbers), now)
+    )
+    beside = sum(bool(row["beside"]) for row in by_tests)
+    likely = (by_verify + seen_now) / (changing + any_change)
+    likely_numbers = (by_verify + seen_now) / (changing - beside + of_numbers)
     shares = [
         f"- {len(rows)} mutants, of which {changing} are known to change something.",
         f"- Caught by verify or the tests: {by_verify + counts['tests']}"
         f" ({(by_verify + counts['tests']) / changing:.0%}).",
         f"- Caught by verify alone: {by_verify} ({by_verify / changing:.0%}); in {ended} of them"
         " the run dies, hangs or is refused.",
-        f"- The tests were run on {len(sampled)} drawn from those that verify finds equal, and see"
-        f" {caught}. If that share holds for the {untried} on which they were not run, {likely}"
-        f" change something, and verify alone catches {by_verify / likely:.0%}.",
+        f"- The tests were run on {len(sampled)} drawn from those that verify found equal, and see"
+        f" {len(by_tests)}. {beside} of these change no number of a run (listed). Of the"
+        f" {len(numbers)} others verify sees {now} now, on a model that has what the line is for.",
+        f"- If the same holds for the {untried} on which the tests were not run, verify alone"
+        f" catches {likely_numbers:.0%} of what changes numbers, and {likely:.0%} of what changes"
+        " anything that a test sees.",
         f"- The first name is that of the right module for {names['right']} of the {names.total()}"
         f" for which it can be told ({names['right'] / max(1, names.total()):.0%}): of these and of"
         f" {len(inside)} mutants of another draw, of lines alone that run in forwards of modules.",
@@ -120,6 +142,14 @@ def main() -> None:
         *table("package", rows, lambda row: row["module"].split(".")[1]),
         *table("rule", rows, lambda row: row["rule"]),
         *first_names(rows),
+        "Mutants of the sample that change no number of a run, and are seen by tests alone:",
+        "",
+        *(
+            f"- `{row['module']}`, line {row['line']}: {row['beside']}"
+            for row in rows
+            if row["beside"]
+        ),
+        "",
         "Mutants that change numbers of which verify says nothing:",
         "",
         *listed(rows),

@@ -49,6 +49,9 @@ RUNS = {
     + ADAMW,
     "skips": PADDED + "clip = 1.0\nskip = 5.0" + ADAMW,
     "rolls back": PADDED + "rollback = 3.0" + ADAMW + "[checkpoint]\nevery = 100\n",
+    "routes": PADDED.replace("dropout = 0.1", "experts = 4\nbalance = 0.1\ncapacity = 0.75")
+    + 'eval_every = 50\neval_batches = 2\neval_metrics = ["tests.train.test_eval_metrics:surprise"]'
+    + ADAMW,
     "reads text": TEXT + 'decay = "linear"' + ADAMW + "decay_min_dims = 2\n",
     "sees images": """
 [model]
@@ -78,6 +81,8 @@ TRAINED = (
     ("clips", "pp2"),
     ("skips", "dp2"),
     ("rolls back", "dp2"),
+    ("routes", "dp2"),
+    ("routes", "ep2"),
     ("reads text", "dp2"),
     ("sees images", "dp2"),
 )
@@ -102,6 +107,7 @@ def _numbers(defined: list[TrainingDefinition]) -> tuple[float, ...]:
     for each in defined:
         lines = each.trajectory.lines
         found += [value for step in sorted(lines) for _, value in sorted(lines[step].items())]
-        found += [value for _, value in sorted(each.trajectory.validations.items())]
+        validations = sorted(each.trajectory.validations.items())
+        found += [value for _, line in validations for _, value in sorted(line.items())]
         found += [float(t.double().square().sum()) for t in each.trajectory.final.values()]
     return tuple(found)

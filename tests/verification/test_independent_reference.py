@@ -3,7 +3,9 @@ sides run is seen all the same."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from tests.mutants import Mutant, mutated
 from tests.staged import STAGED
 from tests.verification.nets_with_definitions import CASES
 from tests.verification.nets_with_quirks import QUIRKS
+from weft.core import whole_shard
 from weft.core.run_config import RunConfig
 from weft.train.data import Loader, stdlib
 from weft.verification.case import Case
@@ -21,6 +24,7 @@ from weft.verification.delayed_reference import run_delayed
 from weft.verification.layout_result import LayoutResult
 from weft.verification.plain.samples import order_faults
 from weft.verification.reference import run_reference
+from weft.verification.tensor_errors import tensor_error
 from weft.verification.verify_run import make_case
 
 STEPS = 2
@@ -283,6 +287,26 @@ DELAYED = {
 }
 
 
+SCHEDULES = "weft.pipeline.schedules.pipedream"
+TABLES = {
+    "updates in groups": (
+        "stash",
+        Mutant(SCHEDULES, "build", 'versions == "2bw"', 'versions != "2bw"'),
+        "stage 0 updates after microbatches 1, 3, where stash does after 0, 1, 2, 3",
+    ),
+    "updates after every one": (
+        "2bw",
+        Mutant(SCHEDULES, "build", "_groups(ranks, microbatches) if", "range(microbatches) if"),
+        "stage 0 updates after microbatches 0, 1, 2, 3, where 2bw does after 1, 3",
+    ),
+    "weights that are not late": (
+        "stash",
+        Mutant(SCHEDULES, "build", "ranks - 1 - rank", "1 - ranks - rank"),
+        "stage 0 takes microbatch 1 with version 1 of its weights, where stash takes 0",
+    ),
+}
+
+
 def delayed(versions: str, *mutants: Mutant) -> LayoutResult:
     """What verify says of PipeDream where both sides run the mutants."""
     subject = STAGED["decoder"]
@@ -295,6 +319,33 @@ def delayed(versions: str, *mutants: Mutant) -> LayoutResult:
 @pytest.mark.parametrize("name", DELAYED)
 def test_other_delays_than_the_papers_are_seen(pool: Any, name: str) -> None:
     assert not pool.run(delayed, *DELAYED[name], world=2)[0].passed
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_another_table_than_the_papers_is_seen(pool: Any, name: str) -> None:
+    """Both sides run it, and are equal."""
+    versions, mutant, says = TABLES[name]
+    assert pool.run(delayed, versions, mutant, world=2)[0].problem == says
+
+
+def test_a_buffer_that_no_rank_has_is_seen(pool: Any) -> None:
+    """What is not there has no error."""
+    place = Mutant(
+        "weft.engine.checkpoint_state",
+        "CheckpointState.absent_buffers",
+        "coords.get(STAGE_AXIS, 0)",
+        "coords.get(STAGE_AXIS, 1)",
+    )
+    result = pool.run(both_sides, place, STAGED["convnet"].case(), "dp2", world=2)[0]
+    assert "no rank has stages.0.1.running_mean" in str(result.problem), result
+
+
+def test_imaginary_parts_count() -> None:
+    want = torch.ones(4, dtype=torch.complex128)
+    chunks = whole_shard("filter", want, True).chunks
+    assert tensor_error(want * 1.0, chunks, want, 0.0) == 0.0
+    assert tensor_error(want + 0.5j, chunks, want, 0.0) == pytest.approx(0.5)
+    assert tensor_error(want - 0.5, chunks, want, 0.0) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("versions", ["stash", "vertical", "2bw"])
@@ -311,17 +362,45 @@ def test_a_loader_that_is_no_shuffle_is_seen(name: str) -> None:
         assert order_faults(Loader(data, 8, 0).indices, len(data), 8)
 
 
+TABLES_OF_A_RUN: dict[str, Any] = {
+    "model": {"build": "weft.models:decoder", "vocab": 256, "seq_len": 16},
+    "data": {"build": "weft.data:stdlib", "seq_len": 16, "max_bytes": 4000},
+    "layout": {"axes": "dp2"},
+    "train": {"batch": 8, "steps": 1},
+    "output": ".",
+    "folder": ".",
+}
+BUILT = '"model", (), run.model.arguments'
+LOST = {
+    "a width": ("hidden", 24, "output of "),
+    "dropout": ("dropout", 0.5, "output of "),
+    "ties": ("tied", True, "parameter head.weight"),
+}
+
+
+def of_run(*mutants: Mutant, **arguments: Any) -> LayoutResult:
+    """What verify says of a run whose model has these arguments."""
+    model = {**TABLES_OF_A_RUN["model"], "dim": 8, "layers": 2, "heads": 2, **arguments}
+    tables = {**TABLES_OF_A_RUN, "model": model, "precision": {"compute": "fp64"}}
+    case = make_case(RunConfig.model_validate(tables))
+    with mutated(*mutants):
+        return check_layout(case, "dp2", run_reference(case, 1))
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_an_argument_that_does_not_reach_the_model_is_seen(pool: Any, name: str) -> None:
+    key, value, first = LOST[name]
+    assert pool.run(of_run, world=2, timeout=60)[0].passed
+    kept = f"{{k: v for k, v in run.model.arguments.items() if k != {key!r}}}"
+    loses = Mutant("weft.train.build", "_built", BUILT, BUILT.replace("run.model.arguments", kept))
+    assert pool.run(partial(of_run, **{key: value}), world=2, timeout=60)[0].passed
+    result = pool.run(partial(of_run, loses, **{key: value}), world=2, timeout=60)[0]
+    assert not result.passed and re.search(first, str(result.first)), result
+
+
 def test_a_run_is_held_to_samples_that_are_read_one_by_one() -> None:
     """`weft verify` of a run file: what the loader gives is not what the reference reads."""
-    tables = {
-        "model": {"build": "weft.models:decoder", "vocab": 256, "seq_len": 16},
-        "data": {"build": "weft.data:stdlib", "seq_len": 16, "max_bytes": 4000},
-        "layout": {"axes": "dp2"},
-        "train": {"batch": 8, "steps": 1},
-        "output": ".",
-        "folder": ".",
-    }
-    case = make_case(RunConfig.model_validate(tables))
+    case = make_case(RunConfig.model_validate(TABLES_OF_A_RUN))
     first = Mutant("weft.train.data", "collate", "[sample[key] for", "[samples[0][key] for")
     with mutated(first):
         batch, whole = case.batch_of(0, 0, 1), case.whole_batch_of(0)

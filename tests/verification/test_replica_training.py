@@ -12,7 +12,12 @@ from tests.run_files import TRAINED
 from weft.core import load_run
 from weft.core.run_config import PrecisionConfig, RunConfig
 from weft.verification.coverage import coverage
-from weft.verification.training_check import TrainingDefinition, define_training, training_proofs
+from weft.verification.training_check import (
+    TrainingDefinition,
+    define_training,
+    other_layout_proofs,
+    training_proofs,
+)
 from weft.verification.verified_settings import deep_sync
 from weft.verification.verify_run import deep_case
 
@@ -102,6 +107,18 @@ def test_a_replica_that_dies_is_an_error_and_nothing_else(
     assert "--resume" not in capfd.readouterr().err
 
 
+def test_a_replica_without_a_checkpoint_is_one_error(
+    defined: dict[str, TrainingDefinition], tmp_path: Path
+) -> None:
+    begins = "leads = bool("
+    skips = f"if self.engine.replicas.index:\n            return\n        {begins}"
+    never = Mutant(LOOP, "TrainLoop._save", begins, skips)
+    with mutated(never):
+        proofs = training_proofs(defined["streaming"], "dp2", tmp_path)
+    wrong = [proof.shown for proof in proofs if not proof.equal]
+    assert wrong == [f"has no checkpoint of replica-1 of step {defined['streaming'].step}"]
+
+
 OF_BOTH_SIDES: dict[str, tuple[tuple[str, str, str, str], str]] = {
     "samples of the first replica alone": (
         (
@@ -152,6 +169,15 @@ def test_replicas_train_as_defined(
     assert "bit for bit" in shown.values()
 
 
+def test_replicas_go_on_on_one_device_each(tmp_path: Path) -> None:
+    """And those on one device each in ranks of their own."""
+    (found,) = define_training(*deep_case(load(tmp_path, SYNCS["streaming"])), "dp2.tp2")
+    proofs = training_proofs(found, "dp2.tp2", tmp_path)
+    others = other_layout_proofs(found, "dp2.tp2", tmp_path, tmp_path)
+    assert all(proof.equal for proof in (*proofs, *others)), (proofs, others)
+    assert [proof.shown.split(":")[0] for proof in others] == ["on dp2", "from dp2"]
+
+
 def test_the_table_says_what_is_trained(tmp_path: Path) -> None:
     def table(sync: str) -> list[str]:
         run = load(tmp_path, sync)
@@ -159,7 +185,10 @@ def test_the_table_says_what_is_trained(tmp_path: Path) -> None:
 
     assert deep_sync(load(tmp_path, SYNCS["local_sgd"]).sync).arguments == {"period": 4}
     assert deep_sync(load(tmp_path, SYNCS["streaming"]).sync).arguments["period"] == 5
-    assert "with --deep: saving; resuming on the same layout" in table(SYNCS["streaming"])
+    resumes = "saving; resuming on the same layout, and on others of as many replicas"
+    assert f"with --deep: {resumes}" in table(SYNCS["streaming"])
+    others = "not checked: resuming diloco with another number of replicas"
+    assert others in table(SYNCS["streaming"])
     servers = table('name = "parameter_server"\nservers = 1\nstaleness = 2\n')
     assert "with --deep: validation, with allreduce" in servers
     assert "not checked: messages between replicas that step by themselves" in servers
@@ -169,4 +198,4 @@ def test_the_table_says_what_is_trained(tmp_path: Path) -> None:
     coded = table('name = "bmuf"\nperiod = 5\ncodec = "int8"\n')
     trained = [row for row in coded if row.startswith("with --deep: ")]
     assert len(trained) > 3 and all(row.endswith(", with codec identity") for row in trained)
-    assert "with --deep: saving; resuming on the same layout, with codec identity" in coded
+    assert f"with --deep: {resumes}, with codec identity" in coded

@@ -2,6 +2,7 @@ from .blend import Blend as Blend
 from .build import (
     build_callbacks as build_callbacks,
     build_deferred as build_deferred,
+    build_eval_metrics as build_eval_metrics,
     build_loss as build_loss,
     build_lr_factor as build_lr_factor,
     build_model as build_model,

@@ -85,6 +85,14 @@ def resume_folder(run: RunConfig, replica: int) -> Path:
     return own if latest_step(own) == latest_step(whole) is not None else whole
 
 
+def replicas_without_checkpoint(run: RunConfig, replicas: int) -> list[int]:
+    """Those of so many replicas that step by themselves which have no checkpoint of the run's
+    latest step, beside the one that wrote the run's."""
+    latest = latest_step(checkpoint_folder(run))
+    own = [latest_step(checkpoint_folder(run, replica)) for replica in range(replicas)]
+    return [replica for replica, step in enumerate(own) if step != latest][1:]
+
+
 def loop_state(scalars: Mapping[str, Any]) -> tuple[int, list[float]]:
     """Of a checkpoint's scalars: how many batches are left out for good, and the losses that were
     last seen. Raises CheckpointError."""

@@ -44,6 +44,7 @@ from .run_folder import (
     check_output,
     loop_state,
     refuse_other_data,
+    replicas_without_checkpoint,
     resume_folder,
 )
 from .run_summary import run_header, run_summary
@@ -138,6 +139,12 @@ def _train(
     done = engine.steps_done
     if engine.codec_state_lost:
         notes.append("what codecs had kept was another layout's or codec's: it begins anew")
+    if resume and engine.replicas.exchanges_weights:
+        without = replicas_without_checkpoint(run, engine.global_plan.layout.replica_count)
+        notes += [
+            f"replica {n} has no checkpoint of step {done}: it goes on from the run's"
+            for n in without
+        ]
     if t.loggers is None and not has_tensorboard():
         notes.append('no events for TensorBoard: pip install "weft[tensorboard]"')
     if why := why_unknown(engine.mesh.device):

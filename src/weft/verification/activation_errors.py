@@ -15,7 +15,7 @@ from weft.parallel import DATA_AXES, FEATURE_AXES
 
 from .activation_recorder import ActivationRecorder
 from .difference import Calls, Difference
-from .tensor_errors import error_ratio
+from .tensor_errors import error_ratio, wide
 
 
 def first_activation(
@@ -163,7 +163,7 @@ def _rows_differ(
     data = engine.mesh.index(*DATA_AXES)
     compared = None
     for micro in range(plan.accumulate):
-        value = values[micro].double() * factor
+        value = wide(values[micro]) * factor
         sample = (micro * plan.data_size + data) * plan.microbatch
         candidates = _arranged(plan, whole, len(wholes), sample) if batched else iter([whole])
         want = next(candidates)
@@ -173,12 +173,12 @@ def _rows_differ(
         if want_local is None:
             continue
         compared = False
-        size = float(whole.double().norm()) / sqrt(
+        size = float(wide(whole).norm()) / sqrt(
             max(1, plan.accumulate * plan.data_size if batched else 1)
         )
 
         def equals(want: Tensor, value: Tensor = value, size: float = size) -> bool:
-            error = float((value - want.double()).norm())
+            error = float((value - wide(want)).norm())
             return error_ratio(error, max(size, 1e-300)) <= bound or error <= 1e-14
 
         if equals(want_local):
@@ -221,7 +221,7 @@ def _arranged(plan: Plan, whole: Tensor, pieces: int, sample: int) -> Iterator[T
 def _same_rows(value: Tensor, whole: Tensor, equals: Callable[[Tensor], bool]) -> bool:
     """Whether each row is one of the whole batch, in an order that the batch decides, as where
     tokens are sorted by their experts."""
-    if value.shape[1:] != whole.shape[1:] or value.ndim > 2:
+    if value.shape[1:] != whole.shape[1:] or value.ndim > 2 or value.is_complex():
         return False
     width = 1 if value.ndim == 1 else value.shape[1]
     direction = torch.linspace(1, 2, width, dtype=torch.float64, device=value.device)

@@ -34,6 +34,7 @@ class Case:
     the reference takes. `workers`: where modules live. `build_deferred` makes the same model
     without weights; default: by `build`. `frozen`: globs of parameters that are not trained;
     `build` freezes them too.
+    `build_plain` makes it for one device, apart from what `build` does; default: by `build`.
     `compile`: as of an Engine. `within`: what counts as equal; default: what does in `precision`.
     """
 
@@ -47,6 +48,7 @@ class Case:
     seed: int = 0
     workers: Mapping[str, Sequence[str]] = field(default_factory=dict)
     build_deferred: Callable[[], nn.Module] | None = None
+    build_plain: Callable[[], nn.Module] | None = None
     compile: CompileChoice | CompileOptions = "off"
     precision: str = "fp64"
     whole_batch: Callable[[int], Batch] | None = None
@@ -68,6 +70,10 @@ class Case:
     def model(self) -> nn.Module:
         """The seeded model, in the dtype that is verified."""
         return in_dtype(self.build(), self.dtype)
+
+    def plain_model(self) -> nn.Module:
+        """The same as one device trains it, in training mode."""
+        return in_dtype((self.build_plain or self.build)(), self.dtype).train()
 
     def without_weights(self) -> nn.Module:
         """The model as ranks begin with it. Raises UnsupportedModel."""

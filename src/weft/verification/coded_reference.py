@@ -42,7 +42,7 @@ Gradients = dict[str, Tensor]
 def run_coded(case: Case, layout: str, steps: int) -> Reference:
     """`steps` optimizer steps of the replicas of `layout` on this process alone. Raises
     ConfigError where gradients of replicas are not those of their samples."""
-    model = case.model().train()
+    model = case.plain_model()
     plan, alone = case.lay(model, layout), case.lay(model, "dp1")
     assert plan.sync is not None
     codec = plan.sync.codec

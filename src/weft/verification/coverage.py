@@ -70,10 +70,12 @@ def coverage(
     if t.ema is not None:
         rows.append(Covered(deep, f"averages of weights: train.ema{short}"))
     if t.eval_every:
-        rows.append(Covered(deep, f"validation{short}"))
+        measured = "".join(f", {name}" for name in t.eval_metrics)
+        rows.append(Covered(deep, f"validation{measured}{short}"))
     if by_deep.name != exact.name:
-        rows.append(Covered(deep, f"saving; resuming on the same layout{short}"))
-        rows.append(Covered(NOT, f"resuming under {by_deep.name} on another layout"))
+        same = "on the same layout, and on others of as many replicas"
+        rows.append(Covered(deep, f"saving; resuming {same}{short}"))
+        rows.append(Covered(NOT, f"resuming {by_deep.name} with another number of replicas"))
     else:
         rows.append(Covered(deep, f"saving; resuming on the same layout and on others{short}"))
     name = _name(run.precision)

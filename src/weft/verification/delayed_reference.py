@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from weft.nn import Randomness
+from weft.pipeline.schedules import builtin_schedules
 
 from .activation_recorder import record_activations
 from .case import Case
-from .plain.delayed_weights import update_of, version_of
+from .plain.delayed_weights import update_faults, update_of, version_of
 from .plain.draw_laws import DrawLaws
 from .plain.functions import PlainFunctions
 from .plain.inputs import plain_arguments, plain_inputs
@@ -28,7 +29,7 @@ from .reference import Reference, final_state
 def run_delayed(case: Case, layout: str, steps: int) -> Reference:
     """`steps` calls of the schedule of `layout` on this process alone. Of gradients only those of
     activations are kept: weights have changed before a step has all of them."""
-    model = case.model().train()
+    model = case.plain_model()
     plan, alone = case.lay(model, layout), case.lay(model, "dp1")
     assert plan.staging is not None
     randomness, laws = Randomness(case.seed), DrawLaws()
@@ -94,7 +95,9 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
         if step == 0:
             found.updated = {n: p.detach().clone() for n, p in params.items()}
     found.final = final_state(model, [o for o in optimizers if o is not None], params)
-    found.broken = (*laws.broken, *case.faults())
+    own = plan.schedule.name not in builtin_schedules()  # of a user's, which defines itself
+    of_papers = [] if own else update_faults(plan.schedule)
+    found.broken = (*of_papers, *laws.broken, *case.faults())
     return found
 
 

@@ -73,7 +73,7 @@ class PlainRun:
     """
 
     def __init__(self, case: Case, in_microbatches: bool = False):
-        self.case, self.model = case, case.model().train()
+        self.case, self.model = case, case.plain_model()
         leave_frozen(self.model, case.frozen)
         self.plan = case.lay(self.model, "dp1")
         self.inputs = plain_inputs(self.model, case.inputs)
@@ -85,6 +85,7 @@ class PlainRun:
         norms = any(isinstance(m, _BatchNorm) for m in self.model.modules())
         self.in_microbatches = in_microbatches or norms
         self.loss_scale = 1.0  # of what backward begins with
+        self.gate_loss = 0.0  # that gates have added in this step, summed over tokens
         self.calls = Counter[str]()  # of modules, since the step began
         for name, module in self.model.named_modules():
             module.register_forward_pre_hook(partial(self._count, name))
@@ -111,6 +112,8 @@ class PlainRun:
         """
         self.optimizer.zero_grad()
         self.calls.clear()
+        self.experts.step_begins()
+        self.gate_loss = 0.0
         self.masters.round()
         size, whole = self.plan.batch // self.pieces, is_whole_batch(self.case.loss)
         loss_sum, weight = (
@@ -147,6 +150,7 @@ class PlainRun:
             outputs.append(output)
             if not whole:
                 (sum(added, part) * self.loss_scale).backward()
+                self.gate_loss += float(sum(each.detach() for each in added))
                 added.clear()
                 self.masters.add()
             if not whole or self.pieces > 1:
@@ -161,6 +165,7 @@ class PlainRun:
                 weight += torch.as_tensor(count).detach()
         if whole:
             (sum(added, part) * self.loss_scale).backward()
+            self.gate_loss = float(sum(each.detach() for each in added))
             recorded.close()
             self.masters.add()
             loss_sum, weight = part.detach().double(), torch.as_tensor(count).detach().double()
@@ -178,16 +183,23 @@ class PlainRun:
         self.experts.move(taken)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> tuple[float, float]:
-        """(sum, weight) of the loss over all that counts in these batches, in evaluation mode."""
-        loss_sum = weight = 0.0
+    def evaluate(
+        self, batches: Iterable[Batch], metrics: Mapping[str, Loss]
+    ) -> dict[str, tuple[float, float]]:
+        """(sum, weight) of the loss and of each metric over all that counts in these batches, in
+        evaluation mode."""
+        asked = {"loss": self.case.loss, **metrics}
+        found = dict.fromkeys(asked, (0.0, 0.0))
         self.model.eval()
         for batch in batches:
             with self.case.mode(), self._functions(batch, None).active():
-                part, count, _ = loss_of(self.case.loss, self._forward(batch), batch)
-            loss_sum, weight = loss_sum + float(part), weight + float(count)
+                output = self._forward(batch)
+                for name, function in asked.items():
+                    part, count, _ = loss_of(function, output, batch)
+                    total, weight = found[name]
+                    found[name] = total + float(part), weight + float(count)
         self.model.train()
-        return loss_sum, weight
+        return found
 
     def _count(self, name: str, module: nn.Module, args: tuple) -> None:
         self.calls[name] += 1

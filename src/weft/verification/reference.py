@@ -124,8 +124,10 @@ def final_state(
     optimizers: Sequence[AnyOptimizer],
     updated: Mapping[str, nn.Parameter],
 ) -> dict[str, Tensor]:
-    """Weights, buffers and optimizer state. `updated`: what the optimizers know, by name."""
-    found = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    """Weights, buffers and optimizer state, what is tied once. `updated`: what the optimizers know,
+    by name."""
+    kept, each = model.state_dict(), (*model.named_parameters(), *model.named_buffers())
+    found = {name: value.detach().clone() for name, value in each if name in kept}
     for name, p in updated.items():
         for optimizer in optimizers:
             for key, value in optimizer.state.get(p, {}).items():

@@ -36,7 +36,7 @@ from .plain.inputs import plain_arguments, plain_inputs
 from .plain.samples import division_faults
 from .plain.servers import PlainServer, order_faults
 from .plain_run import known_positions, loss_of, prepare_plain
-from .reference import Reference, norms_of
+from .reference import Reference, final_state, norms_of
 from .replica_reference import cases_of_replicas
 from .tensor_errors import error_ratio, state_errors, tensor_error
 
@@ -149,7 +149,7 @@ class _Worker:
     """One replica: the gradient of its samples with the weights that it was given."""
 
     def __init__(self, case: Case):
-        self.case, self.model = case, case.model().train()
+        self.case, self.model = case, case.plain_model()
         self.plan = case.lay(self.model, "dp1")
         self.randomness, self.laws = Randomness(case.seed), DrawLaws()
         self.experts = prepare_plain(case, self.model, self.plan, self.randomness)
@@ -251,7 +251,7 @@ def _replay(
                     worker.push()
                 moved = True
     for number, worker in enumerate(workers):
-        final = {n: t.detach().clone() for n, t in worker.model.state_dict().items()}
+        final = final_state(worker.model, [], {})
         for server in servers:
             if number == 0:  # it gets what servers have in the end
                 final |= {name: p.detach().clone() for name, p in server.params.items()}

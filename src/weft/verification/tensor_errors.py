@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from math import inf, isfinite, sqrt
 
+import torch
 from torch import Tensor
 
 from weft.core import Chunk, chunks_of, coverage_flaw, gather_json, whole_shard
@@ -105,8 +106,8 @@ def common_factor(
             if want.shape != got.shape:
                 return None
             product, squares = (
-                product + float((want * got).sum()),
-                squares + float(want.square().sum()),
+                product + float((want.conj() * got).real.sum()),
+                squares + float(want.abs().square().sum()),
             )
     r = product / squares if squares else 0.0
     same = r != 0.0 and all(
@@ -303,7 +304,12 @@ def coverage_gap(held: dict[str, list], reference: Reference) -> str | None:
     everyone = gather_json(
         {name: [[(s.start, s.stop) for s in box] for box in boxes] for name, boxes in held.items()}
     )
-    for name in {name: None for ranks in everyone for name in ranks}:
+    found = {name: None for ranks in everyone for name in ranks}
+    absent = [name for name in reference.final if name not in found]
+    if absent:
+        more = f" and {len(absent) - 1} others" if len(absent) > 1 else ""
+        return f"no rank has {absent[0]}{more}, which one device has"
+    for name in found:
         boxes = [
             tuple(slice(*ends) for ends in box) for ranks in everyone for box in ranks.get(name, ())
         ]
@@ -325,12 +331,18 @@ def tensor_error(
     squares = 0.0
     for mine, there in parts:
         try:
-            off = tensor[mine].double() - want[there].double()
-            squares += float((off if times is None else off * times[there]).square().sum())
+            off = wide(tensor[mine]) - wide(want[there])
+            off = off if times is None else off * times[there]
+            squares += float(off.abs().square().sum())
         except (RuntimeError, IndexError):
             return inf
-    whole = want.double() if times is None else want.double() * times
+    whole = wide(want) if times is None else wide(want) * times
     return error_ratio(sqrt(squares) if isfinite(squares) else inf, max(float(whole.norm()), floor))
+
+
+def wide(t: Tensor) -> Tensor:
+    """In float64; of complex numbers both parts."""
+    return t.to(torch.complex128 if t.is_complex() else torch.float64)
 
 
 def error_ratio(error: float, size: float) -> float:

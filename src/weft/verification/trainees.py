@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from weft.core import REPLICA_AXIS, Plan
+from weft.engine import Loss
 
 from .case import Batch, Case
 from .parcels import samples_of
@@ -36,16 +37,20 @@ class Trainees:
 
 
 def trainees_of(
-    case: Case, plan: Plan, validation: Sequence[Batch], in_microbatches: bool
+    case: Case,
+    plan: Plan,
+    validation: Sequence[Batch],
+    in_microbatches: bool,
+    metrics: Mapping[str, Loss],
 ) -> Trainees:
     """Those of a plan; arguments as of a Trainee."""
     if not plan.replicas_step_independently:
-        return Trainees([Trainee(case, validation, in_microbatches)])
+        return Trainees([Trainee(case, validation, in_microbatches, metrics)])
     found = []
     places = samples_of(plan, REPLICA_AXIS)
     for own, samples in zip(cases_of_replicas(case, plan), places, strict=True):
         rows = torch.tensor(samples)
         parts = [{key: value[rows] for key, value in batch.items()} for batch in validation]
-        found.append(Trainee(own, parts, in_microbatches))
+        found.append(Trainee(own, parts, in_microbatches, metrics))
     begun = {name: p.detach() for name, p in found[0].trained.items()}
     return Trainees(found, *exchanging(plan, begun))

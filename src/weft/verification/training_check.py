@@ -12,7 +12,7 @@ import io
 import json
 import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.checkpoint import CHECKPOINTS, CheckpointReader, checkpoint_path, read_index
-from weft.core import ConfigError, Plan, RunConfig, WorkerDied
-from weft.engine import Float64Mode
+from weft.core import REPLICA_AXIS, ConfigError, Plan, RunConfig, WorkerDied
+from weft.engine import Float64Mode, Loss
 from weft.launch import ScratchFolder, run_replicas, run_workers
 from weft.train import (
     METRICS,
@@ -38,6 +38,7 @@ from weft.train import (
 from .case import Batch, Case, to_float64
 from .difference import Bounds
 from .noise import ALONE, from_rounding
+from .plain.experts import tokens_by_expert
 from .plain.outliers import SEEN
 from .plain.rates import rate_factor
 from .plain_run import needs_microbatches
@@ -49,7 +50,8 @@ STEPS = 20
 MORE_STEPS = 8  # for outliers, which are told from step 17 on
 MOST_RATES = 10_000  # steps whose learning rates are computed
 MOST_BATCHES = 8  # of a validation
-KEYS = ("lr", "loss", "grad_norm", "skipped", "batches_left_out", "val_loss")
+KEYS = ("lr", "loss", "grad_norm", "skipped", "batches_left_out")
+OF_EXPERTS = ("busiest_expert", "dropped_share", "gate_loss")  # compared where one device has them
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ class TrainingDefinition:
 
 @dataclass(frozen=True)
 class _Trained:
-    """What a run has written: per step what KEYS name, and its last checkpoint."""
+    """What a run has written: per step its numbers that one device has too, and its last
+    checkpoint."""
 
     lines: dict[int, dict[str, float]]
     tensors: dict[str, Tensor]
@@ -115,6 +118,7 @@ def verify_training(
     run: RunConfig,
     case: Case,
     validation: Callable[[int], Batch],
+    metrics: Mapping[str, Loss],
     layouts: Sequence[str],
     done: Callable[[TrainingResult], None],
 ) -> list[TrainingResult]:
@@ -124,22 +128,23 @@ def verify_training(
         run: the run, in float64.
         case: its model, samples, loss, optimizer.
         validation: the whole batch of this number of a validation.
+        metrics: that it measures beside the loss, by name.
         layouts: the layouts.
         done: gets each result when it is there.
     """
-    plain, results = define_training(run, case, validation), []
+    given, results = (run, case, validation, metrics), list[TrainingResult]()
+    plain = define_training(*given)
     with ScratchFolder() as scratch:
         alone = Path(scratch.path, "alone")
         on_one = _train(on_own_layout(plain[0].run, "dp1"), alone)
         for number, layout in enumerate(layouts):
             apart = replica_ranks(on_own_layout(run, layout))
-            defined = define_training(run, case, validation, layout) if apart else plain
+            defined = define_training(*given, layout) if apart else plain
             here = Path(scratch.path, str(number))
             proofs = training_proofs(defined[0], layout, here)
             for another in defined[1:]:
                 proofs += training_proofs(another, layout, here / "rollback")
-            if defined[0].replicas == 1:
-                proofs += other_layout_proofs(defined[0], layout, here, alone)
+            proofs += other_layout_proofs(defined[0], layout, here, alone)
             steps = f"{plain[0].run.train.steps} steps"
             proofs.insert(1, _proof(steps, on_one, plain[0].trajectory, note="on dp1: "))
             happened = {what for each in defined for what in each.trajectory.happened}
@@ -149,14 +154,20 @@ def verify_training(
 
 
 def define_training(
-    run: RunConfig, case: Case, validation: Callable[[int], Batch], layout: str = "dp1"
+    run: RunConfig,
+    case: Case,
+    validation: Callable[[int], Batch],
+    metrics: Mapping[str, Loss],
+    layout: str = "dp1",
 ) -> list[TrainingDefinition]:
     """What one device does in one or two short runs, or does in turn for each replica of the layout
     where these step by themselves; arguments as of `verify_training`."""
     short = short_run(run)
-    case = replace(case, build=partial(_drawn_in_float64, case.build))
+    builds = case.build, case.build_plain or case.build
+    build, build_plain = (partial(_drawn_in_float64, each) for each in builds)
+    case = replace(case, build=build, build_plain=build_plain)
     batches = [to_float64(validation(n)) for n in range(short.train.eval_batches)]
-    given = case, short, batches, layout
+    given = case, short, batches, metrics, layout
     found: list[TrainingDefinition] = run_workers(_train_by_definition, 1, *given)[0]
     return found
 
@@ -225,16 +236,20 @@ def _drawn_in_float64(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _train_by_definition(
-    case: Case, run: RunConfig, validation: Sequence[Batch], layout: str
+    case: Case,
+    run: RunConfig,
+    validation: Sequence[Batch],
+    metrics: Mapping[str, Loss],
+    layout: str,
 ) -> list[TrainingDefinition]:
     plan, every = case.lay(case.model(), layout), run.checkpoint.every
     in_microbatches, rates = needs_microbatches(case), defined_rates(run)
     count = plan.layout.replica_count if plan.replicas_step_independently else 1
 
     def train_with(rules: Any) -> Trajectory:
-        trainees = trainees_of(case, plan, validation, in_microbatches)
+        trainees = trainees_of(case, plan, validation, in_microbatches, metrics)
         found = train_plainly(trainees.each, rules, rates, every, trainees.exchange)
-        return replace(found, broken=tuple(trainees.broken))
+        return replace(found, broken=(*trainees.broken, *case.faults()))
 
     runs = reachable_limits(run.train, train_with)
     return [
@@ -250,11 +265,12 @@ def _train(run: RunConfig, folder: Path, begin: Path | None = None) -> _Trained 
     wrong, in its place."""
     step = run.checkpoint.every
     if begin is not None:
-        whole = begin / CHECKPOINTS
-        for kept in (whole, *whole.glob("replica-*")):  # each has its own, where they are apart
-            saved = checkpoint_path(kept, step)
+        # the first replica's is the run's; where they are apart, each other one has its own
+        others = range(1, len(replica_ranks(run)))
+        for kept in ("", *(f"replica-{number}" for number in others)):
+            saved = checkpoint_path(begin / CHECKPOINTS / kept, step)
             if not saved.exists():
-                whose = "" if kept == whole else f" of {kept.name}"
+                whose = f" of {kept}" if kept else ""
                 return f"has no checkpoint{whose} of step {step}"
             shutil.copytree(saved, folder / saved.relative_to(begin))
     try:
@@ -264,11 +280,17 @@ def _train(run: RunConfig, folder: Path, begin: Path | None = None) -> _Trained 
     lines: dict[int, dict[str, float]] = {}
     for text in (folder / METRICS).read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
-        lines.setdefault(line["step"], {}).update({k: line[k] for k in KEYS if k in line})
+        lines.setdefault(line["step"], {}).update(_numbers_of(line))
     contents = read_index(folder / CHECKPOINTS)
     with CheckpointReader(checkpoint_path(folder / CHECKPOINTS, contents.step), contents) as reader:
         tensors = {name: reader.read_tensor(name) for name in contents.tensors}
     return _Trained(lines, tensors, contents.scalars)
+
+
+def _numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
+    """Those of a line of metrics.jsonl that one device has too."""
+    kept = {k: v for k, v in line.items() if k in (*KEYS, *OF_EXPERTS) or k.startswith("val_")}
+    return kept | tokens_by_expert(line.get("tokens_per_expert", {}))
 
 
 def _run_ranks(run: RunConfig, function: Callable[..., Any], *args: Any) -> None:
@@ -310,13 +332,29 @@ def other_layout_proofs(
     defined: TrainingDefinition, layout: str, folder: Path, alone: Path
 ) -> list[Proof]:
     """That a checkpoint of this layout, below `folder`, goes on on one device; and one device's,
-    below `alone`, on this layout."""
-    here, one = (on_own_layout(defined.run, each) for each in (layout, "dp1"))
+    below `alone`, on this layout. Replicas that step by themselves go on on one device each."""
+    if defined.replicas == 1:
+        return _resumed(defined, layout, "dp1", folder / "whole", alone)
+    each_alone = f"{REPLICA_AXIS}{defined.replicas}"
+    here, there = (on_own_layout(defined.run, each) for each in (layout, each_alone))
+    if here.layout == there.layout:
+        return []
+    _train(there, folder / "apart")
+    return _resumed(defined, layout, each_alone, folder / "whole", folder / "apart")
+
+
+def _resumed(
+    defined: TrainingDefinition, layout: str, other: str, whole: Path, theirs: Path
+) -> list[Proof]:
+    """That a run of a layout in `whole` goes on on the `other`, and that one's in `theirs` on
+    the layout."""
     step, found = defined.step, list[Proof]()
-    for note, run, begin in (("on dp1: ", one, folder / "whole"), ("from dp1: ", here, alone)):
+    for note, on, begin in (("on", other, whole), ("from", layout, theirs)):
         if checkpoint_path(begin / CHECKPOINTS, step).exists():
-            other = _train(run, folder / note.split()[0], begin)
-            found.append(_proof(f"resumed at {step}", other, defined.trajectory, step, note))
+            run = on_own_layout(defined.run, on)
+            again = _train(run, whole.parent / note, begin)
+            of = f"{note} {other}: "
+            found.append(_proof(f"resumed at {step}", again, defined.trajectory, step, of))
     return found
 
 
@@ -338,8 +376,14 @@ def _exercised(run: RunConfig, wanted: Trajectory) -> list[Proof]:
         found.append(Proof("rolled back", shown))
     if t.ema is not None:
         found.append(Proof("averaged", f"weights, {t.ema:.6g} of which stays in each step"))
+    tokens = next(iter(wanted.lines.values()), {}).keys() - {*KEYS, *OF_EXPERTS}
+    if tokens:
+        shown = f"tokens of {len(tokens)} in each step, the share that is dropped, the gates' loss"
+        found.append(Proof("experts", shown))
     if t.eval_every:
         shown = f"{len(wanted.validations)} times, {t.eval_batches} batches each"
+        names = [key for line in wanted.validations.values() for key in line if key != "val_loss"]
+        shown += "".join(f", {name}" for name in dict.fromkeys(names))
         found.append(Proof("validated", shown))
     return found
 
@@ -352,12 +396,10 @@ def _proof(
         return Proof(what, note + found, equal=False)
     worst, first, bounds = 0.0, None, Bounds()
     for step, line in wanted.lines.items():
-        want = {
-            **line,
-            **({"val_loss": wanted.validations[step]} if step in wanted.validations else {}),
-        }
+        want = {**line, **wanted.validations.get(step, {})}
         got = found.lines.get(step, {})
-        for key in KEYS if step > after else ():
+        validated = (key for key in got if key.startswith("val_"))
+        for key in dict.fromkeys((*KEYS, *want, *validated)) if step > after else ():
             error = _error_of(got.get(key), want.get(key))
             worst = max(worst, error)
             if first is None and not error < bounds.loss:
@@ -398,8 +440,9 @@ def _same_proof(what: str, again: _Trained | str, whole: _Trained, after: int) -
     if isinstance(again, str):
         return Proof(what, again, equal=False)
     for step, line in whole.lines.items():
-        for key in KEYS if step > after else ():
-            was, now = line.get(key), again.lines.get(step, {}).get(key)
+        other = again.lines.get(step, {})
+        for key in dict.fromkeys((*line, *other)) if step > after else ():
+            was, now = line.get(key), other.get(key)
             if was != now:
                 shown = f"{key} of step {step}: {_shown(now)}, and had {_shown(was)}"
                 return Proof(what, shown, equal=False)

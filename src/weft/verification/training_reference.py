@@ -4,7 +4,7 @@ clipping, steps that are skipped or taken back, validation, and which samples a 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import inf
@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from weft.core import TrainConfig
+from weft.engine import Loss
 
 from .case import Batch, Case
 from .noise import NoiseElements
 from .plain.averages import PlainAverages
+from .plain.experts import numbers_of_experts
 from .plain.outliers import times_usual
 from .plain.replicas import PlainReplicas
 from .plain_run import PlainRun
@@ -44,7 +46,7 @@ class Trajectory:
     """
 
     lines: dict[int, Line] = field(default_factory=dict)
-    validations: dict[int, float] = field(default_factory=dict)
+    validations: dict[int, Line] = field(default_factory=dict)
     grad_norms: list[float] = field(default_factory=list)
     norm_times: list[float] = field(default_factory=list)
     loss_times: list[float] = field(default_factory=list)
@@ -90,12 +92,13 @@ class _State:
 
 class Taken(NamedTuple):
     """A step: its loss, the norm of all gradients, whether it was left out, and whether it was
-    clipped."""
+    clipped. `experts`: what is told of them."""
 
     loss: float
     norm: float
     skipped: bool
     clips: bool
+    experts: Line
 
 
 class Trainee:
@@ -105,10 +108,18 @@ class Trainee:
         case: model, samples, loss, optimizer.
         validation: the batches of each validation.
         in_microbatches: as of PlainRun.
+        metrics: that a validation measures beside the loss.
     """
 
-    def __init__(self, case: Case, validation: Sequence[Batch], in_microbatches: bool):
+    def __init__(
+        self,
+        case: Case,
+        validation: Sequence[Batch],
+        in_microbatches: bool,
+        metrics: Mapping[str, Loss],
+    ):
         self.case, self.validation = case, validation
+        self.metrics = metrics
         self.run = PlainRun(case, in_microbatches)
         self.trained = {n: p for n, p in self.run.params.items() if p.requires_grad}
         self.norms = list[float]()  # of the steps that were accepted
@@ -121,7 +132,10 @@ class Trainee:
         run = self.run
         for group, rate in zip(run.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
-        loss, _ = run.gradients(step, self.case.whole_batch_of(batch))
+        loss, weight = run.gradients(step, self.case.whole_batch_of(batch))
+        experts = numbers_of_experts(run.experts.tokens)
+        if experts and run.gate_loss:
+            experts["gate_loss"] = run.gate_loss / weight
         gradients = {n: p.grad for n, p in run.params.items() if p.grad is not None}
         norm = norms_of(gradients)[0]
         self.noise.add(gradients, norm)
@@ -130,7 +144,7 @@ class Trainee:
         self.norms += [] if skipped else [norm]
         clips = not skipped and rules.clip is not None and norm > rules.clip
         run.update(rules.clip if clips else None, taken=not skipped)
-        return Taken(loss, norm, skipped, clips)
+        return Taken(loss, norm, skipped, clips, experts)
 
 
 def train_plainly(
@@ -163,7 +177,7 @@ def train_plainly(
     while step < rules.steps:
         factor = rates(step)
         taken = [each.take(step, step + passed, factor, rules) for each in trainees]
-        loss, norm, skipped, clips = taken[0]
+        loss, norm, skipped, clips, experts = taken[0]
         found.grad_norms.append(norm)
         found.norm_times.append(first.times)
         step += 1
@@ -191,14 +205,18 @@ def train_plainly(
             "lr": float(run.optimizer.defaults["lr"]) * factor,
             **({"skipped": 1} if skipped else {}),
             **({"batches_left_out": passed} if passed else {}),
+            **experts,
         }
         if not skipped and (rules.clip is not None or rules.skip is not None):
             found.lines[step]["grad_norm"] = norm
         last = step == rules.steps
         if rules.eval_every and (last or step % rules.eval_every == 0):
             with averages.in_place() if rules.ema is not None else nullcontext():
-                sums = [each.run.evaluate(each.validation) for each in trainees]
-                found.validations[step] = sum(s for s, _ in sums) / sum(w for _, w in sums)
+                sums = [each.run.evaluate(each.validation, each.metrics) for each in trainees]
+            for name in sums[0]:
+                total, weight = (sum(one[name][part] for one in sums) for part in (0, 1))
+                if weight:  # what never counts has no mean
+                    found.validations.setdefault(step, {})[f"val_{name}"] = total / weight
         if step % save_every == 0 and not last:
             kept, times_back = (step, _state_of(run, averages, first.norms, losses)), 0
     found.final = final_state(run.model, [run.optimizer], run.params)

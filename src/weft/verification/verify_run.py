@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from weft.core import OFF, Plan, Refusal, RunConfig, emulate_float8
-from weft.engine import OptimizerFactory
+from weft.engine import Loss, OptimizerFactory
 from weft.train import (
     AnyLoader,
     Dataset,
@@ -19,12 +19,14 @@ from weft.train import (
     build_collate,
     build_dataset,
     build_deferred,
+    build_eval_metrics,
     build_loss,
     build_model,
     build_optimizer,
     build_plan,
     make_loader,
     on_own_layout,
+    resolve_callable,
     sample_batch,
     shuffled_places,
     with_layout,
@@ -33,6 +35,7 @@ from weft.train import (
 from .case import Batch, Case
 from .difference import SGD_LR
 from .layout_result import LayoutResult
+from .plain.models import plain_model
 from .plain.parameter_groups import factory_faults
 from .plain.samples import (
     grouping_faults,
@@ -83,11 +86,14 @@ def verify_deep(
     return verify_training(*deep_case(run), layouts, done)
 
 
-def deep_case(run: RunConfig) -> tuple[RunConfig, Case, Callable[[int], Batch]]:
-    """The run in float64, its Case, and the whole batches of a validation by their number."""
+def deep_case(
+    run: RunConfig,
+) -> tuple[RunConfig, Case, Callable[[int], Batch], Mapping[str, Loss]]:
+    """The run in float64, its Case, the whole batches of a validation by their number, and what it
+    measures."""
     table = verified_precision(run.precision, "fp64")
     exact = on_cpus(run).model_copy(update={"precision": table, "sync": deep_sync(run.sync)})
-    return exact, make_case(exact), _Batches(exact, "val").whole
+    return exact, make_case(exact), _Batches(exact, "val").whole, build_eval_metrics(exact)
 
 
 def make_case(run: RunConfig) -> Case:
@@ -110,10 +116,20 @@ def make_case(run: RunConfig) -> Case:
         seed=run.train.seed,
         workers=run.workers,
         build_deferred=partial(build_deferred, run, dtype),
+        build_plain=_plain_build(run),
         compile=run.train.compile_options,
         precision=precision,
         frozen=run.model.freeze,
     )
+
+
+def _plain_build(run: RunConfig) -> Callable[[], nn.Module] | None:
+    """None where weft makes the model of files, or adds to it."""
+    table = run.model
+    if table.build is None or table.adapter is not None:
+        return None
+    resolve_callable(table.build, run.folder, "model.build")  # its module may lie in that folder
+    return partial(plain_model, table.build, table.arguments, run.train.seed)
 
 
 def _faults(run: RunConfig, batches: _Batches, made: OptimizerFactory) -> list[str]:

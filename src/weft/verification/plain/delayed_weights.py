@@ -28,3 +28,32 @@ def version_of(schedule: Schedule, stage: int, microbatch: int) -> int:
     order = schedule.order[schedule.placement[whose]]
     before = order[: order.index(("F", whose, microbatch))]
     return sum((kind, of) == ("U", whose) for kind, of, _ in before)
+
+
+def update_faults(schedule: Schedule) -> list[str]:
+    """What a table of PipeDream does otherwise than its papers, in the first stage that does:
+    after which microbatches it updates, and how old the weights of each microbatch are.
+
+    PipeDream: after every one; microbatch m meets the weights of update m - (n - 1 - s) on stage s
+    of n, and with vertical sync those of stage 0. PipeDream-2BW: once in n microbatches, of which
+    those left over belong to the last update."""
+    stages, count = schedule.stages, schedule.microbatches
+    size = stages if schedule.versions == "2bw" else 1
+    wanted = [(group + 1) * size - 1 for group in range(max(1, count // size) - 1)] + [count - 1]
+    for stage, rank in enumerate(schedule.placement):
+        ends = [m for kind, of, m in schedule.order[rank] if (kind, of) == ("U", stage)]
+        if ends != wanted:
+            shown = ", ".join(map(str, ends)) or "none"
+            return [
+                f"stage {stage} updates after microbatches {shown}, where"
+                f" {schedule.versions} does after {', '.join(map(str, wanted))}"
+            ]
+        ahead = stages - 1 - (0 if schedule.versions == "vertical" else stage)
+        for m in range(count if schedule.versions != "2bw" else 0):
+            version = version_of(schedule, stage, m)
+            if version != max(0, m - ahead):
+                return [
+                    f"stage {stage} takes microbatch {m} with version {version} of its weights,"
+                    f" where {schedule.versions} takes {max(0, m - ahead)}"
+                ]
+    return []

@@ -4,7 +4,8 @@ other, and choices are counted one by one."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -40,15 +41,41 @@ def choices_with_room(index: Tensor, experts: int, factor: float) -> Tensor:
     return kept
 
 
+def numbers_of_experts(tokens: Mapping[str, Sequence[int]]) -> dict[str, float]:
+    """What a run tells of its experts. `tokens`: as of PlainExperts."""
+    if not tokens:
+        return {}
+    found = tokens_by_expert({module: row[1:] for module, row in tokens.items()})
+    busiest = [max(row[1:]) / (sum(row[1:]) / (len(row) - 1)) for row in tokens.values()]
+    every = sum(sum(row[1:]) for row in tokens.values())
+    dropped = sum(row[0] for row in tokens.values()) / every
+    return {**found, "busiest_expert": max(busiest), "dropped_share": dropped}
+
+
+def tokens_by_expert(tokens: Mapping[str, Sequence[int]]) -> dict[str, float]:
+    """The choices that each expert of a module had, as one number each."""
+    return {
+        f"tokens of expert {expert} of {module}": float(count)
+        for module, row in tokens.items()
+        for expert, count in enumerate(row)
+    }
+
+
 class PlainExperts:
-    """Moves the biases of a model's gates; with `compute` its mixtures have these definitions."""
+    """Moves the biases of a model's gates; with `compute` its mixtures have these definitions.
+
+    `tokens`: by the module that holds experts, how many choices of this step none took, and then
+    all that each expert had."""
 
     def __init__(self, model: nn.Module, compute: bool):
         self._biases = [m for m in model.modules() if isinstance(m, GateBias)]
         self._loads = {bias: torch.zeros(bias.state.shape[1]) for bias in self._biases}
-        for module in model.modules():
+        self.tokens: dict[str, list[int]] = {}
+        for name, module in model.named_modules():
             for kind, forward in _FORWARDS if compute else ():
                 if getattr(module.forward, "__func__", None) is kind.forward:  # not a user's own
+                    if isinstance(module, Mixture):
+                        self._watch(f"{name}.experts".lstrip("."), module)
                     module.forward = MethodType(forward, module)  # type: ignore[method-assign]
         for bias in self._biases:
             bias.count = self._counter(bias)  # type: ignore[method-assign]
@@ -60,6 +87,25 @@ class PlainExperts:
                     self._loads[bias][expert] += 1
 
         return count
+
+    def _watch(self, name: str, module: Mixture) -> None:
+        self.tokens[name] = [0] * (1 + module.experts.num_experts)
+        module.gate.register_forward_hook(partial(self._choose, name))
+        module.experts.register_forward_pre_hook(partial(self._take, name))
+
+    def _choose(self, name: str, gate: nn.Module, args: tuple, made: tuple) -> None:
+        if gate.training and torch.is_grad_enabled():
+            for expert in made[1].flatten().tolist():
+                self.tokens[name][1 + expert] += 1
+
+    def _take(self, name: str, experts: nn.Module, args: tuple) -> None:
+        if experts.training and torch.is_grad_enabled():
+            self.tokens[name][0] += args[1].flatten().tolist().count(NOBODY)
+
+    def step_begins(self) -> None:
+        """Nothing is counted yet."""
+        for row in self.tokens.values():
+            row[:] = [0] * len(row)
 
     @torch.no_grad()
     def move(self, taken: bool = True) -> None:
