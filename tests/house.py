@@ -33,6 +33,7 @@ ORDER = {
     "train": "the run file's objects, the training loop, the run folder",
     "planner": "cost model, search, cluster simulation, calibration",
     "verification": "the one-device reference and the comparison with it",
+    "report": "a run, a plan or a simulation as one HTML file",
     "cli": "one file per command",
 }
 SIBLINGS = ({"planner", "verification"},)  # packages that do not import each other
@@ -74,6 +75,9 @@ WITHOUT_TORCH = (
     "weft.pipeline.schedules",
     "weft.planner.cost.hardware",
     "weft.planner.cost.model_work",
+    "weft.report.run_page",
+    "weft.report.plan_page",
+    "weft.report.write_html",
     "weft.cli.app",
 )
 

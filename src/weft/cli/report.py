@@ -26,7 +26,7 @@ def report(
         Path | None,
         typer.Option(
             metavar="FILE.json",
-            help="Show what weft plan --json or weft simulate --json printed; - reads it from stdin.",
+            help="Show what weft plan --json or weft simulate --json printed; - is stdin.",
         ),
     ] = None,
     out: Annotated[

@@ -1,8 +1,8 @@
 """What a page is made of, as data: sections of blocks. `page.js` draws each kind.
 
-    page    {"title", "kind", "runs": names, "sections": [...]}
-    section {"id", "title", "intro", "blocks": [...]}
-    block   {"kind": one of the functions below, ...}
+page    {"title", "kind", "runs": names, "sections": [...]}
+section {"id", "title", "intro", "blocks": [...]}
+block   {"kind": one of the functions below, ...}
 """
 
 from __future__ import annotations

@@ -354,6 +354,18 @@
   };
   const block = (b) => blocks[b.kind](b);
 
+  // Charts that stand two in a row: one that would stand alone is as wide as two.
+  function evenly(shown) {
+    let row = [];
+    const end = () => {
+      if (row.length % 2) row[0].classList.remove("half");
+      row = [];
+    };
+    for (const child of shown.children) child.classList.contains("half") ? row.push(child) : end();
+    end();
+    return shown;
+  }
+
   // ---- the page --------------------------------------------------------------------------------
 
   function render() {
@@ -377,7 +389,7 @@
         "main",
         {},
         page.sections.map((s) =>
-          el("section", { id: s.id, "aria-labelledby": `${s.id}-title` }, el("h2", { id: `${s.id}-title` }, say(s.title)), s.intro ? el("p", { class: "intro" }, say(s.intro)) : null, el("div", { class: "blocks" }, s.blocks.map(block))),
+          el("section", { id: s.id, "aria-labelledby": `${s.id}-title` }, el("h2", { id: `${s.id}-title` }, say(s.title)), s.intro ? el("p", { class: "intro" }, say(s.intro)) : null, evenly(el("div", { class: "blocks" }, s.blocks.map(block)))),
         ),
       ),
       el("footer", {}, say({ t: "page.made", p: { version: page.version } })),

@@ -1,4 +1,4 @@
-"""Reads a run folder into data: also of a run that goes on, that failed, or that an older weft made.
+"""Reads a run folder into data, also of a run that goes on, that failed, or of an older weft.
 
 Nothing is taken on trust: a file that cannot be read, or holds something else, is named among the
 problems, and what it would have said is missing.

@@ -45,7 +45,6 @@ from torch import Tensor
 
 from weft.core import METRICS, ConfigError, WeftError, append_file, read_file, replace_file
 
-
 MOST_BYTES = 1 << 32  # of metrics.jsonl
 MOST_KEPT = 10_000  # lines of a process that does not write, until it may have to
 Line = Mapping[str, Any]

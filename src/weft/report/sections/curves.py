@@ -55,9 +55,7 @@ def loss(runs: Sequence[RunRecord]) -> blocks.Section | None:
         charts.append(blocks.lines(key.removeprefix("val_"), steps, "", found))
     for key in ("grad_norm", "lr"):
         charts.append(
-            blocks.lines(
-                text(f"loss.{key}"), steps, "", drawn(runs, key, text(f"loss.{key}"))
-            )
+            blocks.lines(text(f"loss.{key}"), steps, "", drawn(runs, key, text(f"loss.{key}")))
         )
     kept = [chart for chart in charts if chart is not None]
     return blocks.section("loss", text("loss.title"), text("loss.intro"), kept)

@@ -20,9 +20,7 @@ def experts(runs: Sequence[RunRecord]) -> blocks.Section | None:
     steps = text("axis.step")
     keys = {"busiest_expert": "", "dropped_share": "share", "gate_loss": ""}
     charts = [
-        blocks.lines(
-            text(f"experts.{key}"), steps, unit, drawn(runs, key, text(f"experts.{key}"))
-        )
+        blocks.lines(text(f"experts.{key}"), steps, unit, drawn(runs, key, text(f"experts.{key}")))
         for key, unit in keys.items()
     ]
     kept = [*shown, *filter(None, charts)]

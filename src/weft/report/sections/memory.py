@@ -21,9 +21,7 @@ MOST_RANKS = 32
 
 
 def memory(runs: Sequence[RunRecord]) -> blocks.Section | None:
-    found: list[tuple[Value, Sequence[blocks.Block]]] = [
-        (run.name, [*_parts(run)]) for run in runs
-    ]
+    found: list[tuple[Value, Sequence[blocks.Block]]] = [(run.name, [*_parts(run)]) for run in runs]
     over = blocks.lines(
         text("memory.over"),
         text("axis.step"),
@@ -86,7 +84,11 @@ def _parts(run: RunRecord) -> list[blocks.Block]:
         said.append(blocks.note(text("because", what=unknown, why=str(why)) if why else unknown))
     else:
         parts = numbers(run.prediction.get("memory"))
-        rows = [[text(f"part.{n}") if _known(n) else n, number(v, "bytes")] for n, v in parts.items() if v]
+        rows = [
+            [text(f"part.{n}") if _known(n) else n, number(v, "bytes")]
+            for n, v in parts.items()
+            if v
+        ]
         head = [text("memory.part"), text("memory.bytes")]
         said.append(blocks.table(head, rows, text("memory.prediction")))
     return said

@@ -53,7 +53,10 @@ def rows(run: RunRecord) -> list[Row]:
         (text("summary.time"), number(took_s(run), "s")),
     ]
     named = (*run.happened("resumed"), *run.happened("started"))
-    facts = next((e["rows"] for e in reversed(named) if isinstance(e.get("rows"), dict)), {})
+    headers: list[dict[str, Any]] = [
+        each["rows"] for each in run.events if each in named and isinstance(each.get("rows"), dict)
+    ]
+    facts = headers[-1] if headers else {}
     model = run.setting("model", "build") or run.setting("model", "hf")
     written: list[tuple[Value, Any]] = [
         (text("summary.layout"), layout_text(run)),
@@ -112,11 +115,12 @@ def speed(run: RunRecord) -> tuple[str, float | None, float | None]:
     """(what is counted, how many of it a second, seconds of a step): medians without the first
     line, which sets up."""
     unit = next((u for u in RATES if any(f"{u}_per_s" in line for line in run.steps)), RATES[0])
-    medians = []
-    for key in (f"{unit}_per_s", "step_s"):
-        values = [value for _, value in points(run.steps, key)]
-        medians.append(median(values[1:] or values) if values else None)
-    return unit, *medians
+    return unit, _median(run, f"{unit}_per_s"), _median(run, "step_s")
+
+
+def _median(run: RunRecord, key: str) -> float | None:
+    values = [value for _, value in points(run.steps, key)]
+    return median(values[1:] or values) if values else None
 
 
 def peak_memory(run: RunRecord) -> float | None:

@@ -12,6 +12,8 @@ from .settings import flatten
 
 # of a run file, what does not change the numbers that are compared
 WITHOUT = ("output", "layout.axes", "train.steps", "train.log_every", "checkpoint.", "folder")
+RESULTS = ("layout", "result", "loss", "gradient", "weight", "worst")
+COLLECTIVES = ("kind", "axis", "predicted", "seen")
 
 
 def proof(runs: Sequence[RunRecord]) -> blocks.Section | None:
@@ -36,15 +38,14 @@ def _blocks(run: RunRecord) -> list[blocks.Block]:
         ]
         for one in layouts
     ]
-    keys = ("layout", "result", "loss", "gradient", "weight", "worst")
-    shown.append(blocks.table([text(f"verify.{key}") for key in keys], rows))
+    head = [text(f"verify.{key}") for key in RESULTS]
+    shown.append(blocks.table(head, rows))
     for one in layouts:
         if first := one.get("first_difference"):
             shown.append(blocks.note(f"{one.get('layout')}: {first}", "bad"))
         compared = _collectives(one)
         if compared:
-            keys = ("kind", "axis", "predicted", "seen")
-            head = [text(f"verify.{key}") for key in keys]
+            head = [text(f"verify.{key}") for key in COLLECTIVES]
             caption = text("verify.collectives", layout=str(one.get("layout")))
             shown.append(blocks.table(head, compared, caption))
     return shown

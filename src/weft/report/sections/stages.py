@@ -41,7 +41,8 @@ def timeline_blocks(timelines: Sequence[tuple[Value, Timeline]]) -> list[blocks.
     occur = {of for _, one in timelines for lane in one.lanes for of in lane.seconds}
     kinds = [of for of in KINDS if of in occur] + sorted(occur - {*KINDS})
     place = {of: number for number, of in enumerate(kinds)}
-    lanes, spans = [], []
+    lanes: list[Value] = []
+    spans = []
     for name, one in timelines:
         for rank, lane in enumerate(one.lanes):
             for label, start, stop in lane.spans:
