@@ -59,13 +59,13 @@ def _happened(run: RunRecord) -> list[blocks.Block]:
     head = [text(f"faults.{key}") for key in ("time", "step", "event", "text")]
     shown.append(blocks.table(head, rows, text("faults.events")))
     slow = Counter(
-        line.get("slowest_rank")
+        str(line.get("slowest_rank"))
         for line in run.steps
         if (as_number(line.get("slowest_ratio")) or 0.0) > SLOW
     )
     lines = len([*points(run.steps, "slowest_ratio")])
     for rank, count in slow.most_common(3):
-        said = text("faults.slow", rank=str(rank), count=number(count), lines=number(lines))
+        said = text("faults.slow", rank=rank, count=number(count), lines=number(lines))
         shown.append(blocks.note(said, "warn"))
     return shown
 

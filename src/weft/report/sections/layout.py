@@ -30,12 +30,12 @@ def _drawn(run: RunRecord) -> list[blocks.Block]:
         axes = Layout.parse(layout_text(run))
     except (LayoutError, ConfigError):
         return []
-    held = {one.get("rank"): one for one in tables(run.ranks.get("ranks"))}
+    held = {str(one.get("rank")): one for one in tables(run.ranks.get("ranks"))}
     tiles = [
         {
             "rank": rank,
             "coords": [[axis, at] for axis, at in axes.coords(rank).items()],
-            "facts": _facts(held.get(rank, {})),
+            "facts": _facts(held.get(str(rank), {})),
         }
         for rank in range(min(axes.world, MOST_RANKS))
     ]
