@@ -57,7 +57,7 @@ def test_figures_are_those_of_the_folder(tmp_path: Path) -> None:
     drawn = next(block for block in found["stages"] if block["kind"] == "timeline")
     assert len(drawn["lanes"]) == 4 and len(drawn["spans"]) == 2 * (8 + 2)
     tiles = {name["t"]: value for name, value, _ in found["summary"][0]["rows"]}
-    assert tiles["summary.verified"] == {"t": "verified.yes"}
+    assert tiles["summary.verified"] == {"t": "verified.other"}
     assert tiles["summary.state"] == {"t": "state.finished"}
     assert tiles["summary.restarts"] == {"n": 1, "u": ""}
     changed = next(block for block in found["verify"] if block["kind"] == "note")

@@ -48,7 +48,7 @@
   function el(tag, attributes, ...children) {
     const made = document.createElement(tag);
     for (const [name, value] of Object.entries(attributes || {})) made.setAttribute(name, value);
-    for (const child of children.flat()) if (child !== null) made.append(child);
+    for (const child of children.flat(Infinity)) if (child !== null) made.append(child);
     return made;
   }
 
@@ -97,7 +97,7 @@
       animation: false,
       aria: { enabled: true, label: { description } },
       color: palette(),
-      textStyle: { fontFamily: "inherit", color: colour("--ink") },
+      textStyle: { fontFamily: FONT, color: colour("--ink") },
       grid: { left: 8, right: 24, top: 44, bottom: 30, containLabel: true },
       legend: { type: "scroll", top: 4, textStyle: { color: colour("--ink") }, pageTextStyle: { color: colour("--ink") }, inactiveColor: colour("--soft") },
       tooltip: { confine: true, backgroundColor: colour("--card"), borderColor: colour("--line"), textStyle: { color: colour("--ink") } },
@@ -114,6 +114,7 @@
     };
   }
 
+  const FONT = 'system-ui, "Noto Sans CJK SC", "PingFang SC", "Microsoft YaHei", sans-serif'; // measured: no "inherit"
   const SYMBOLS = ["circle", "diamond", "triangle", "rect", "roundRect", "pin"];
 
   const draw = {
@@ -218,7 +219,7 @@
 
     timeline(block) {
       const option = base(`${say(block.title)}: ${block.lanes.map(say).join(", ")}`);
-      const used = new Set(block.spans.map((span) => span[1]));
+      const rows = block.kinds.map((_, of) => block.spans.filter((span) => span[1] === of).map(([lane, , a, b, label]) => [lane, a, b, label]));
       const rect = (params, api) => {
         const lane = api.value(0), from = api.coord([api.value(1), lane]), to = api.coord([api.value(2), lane]);
         const height = Math.min(api.size([0, 1])[1] * 0.72, 26), of = block.kinds[params.seriesIndex][0];
@@ -227,14 +228,14 @@
           { x: from[0], y: from[1] - height / 2, width: Math.max(to[0] - from[0], 0.6), height },
           { x: params.coordSys.x, y: params.coordSys.y, width: params.coordSys.width, height: params.coordSys.height },
         );
-        const label = block.spans[params.dataIndex] && api.value(3);
-        const shown = !wait && shape && shape.width > 8 * String(label).length + 2;
+        const label = rows[params.seriesIndex][params.dataIndex][3]; // api.value reads 0B1 as a binary number
+        const shown = !wait && shape && shape.width > 8 * label.length + 2;
         return (
           shape && {
             type: "rect",
             shape,
             style: { fill: kindColour(of), stroke: colour("--card"), lineWidth: 0.5 },
-            ...(shown ? { textContent: { style: { text: String(label), fill: colour("--on-series"), fontSize: 10 } }, textConfig: { position: "inside" } } : {}),
+            ...(shown ? { textContent: { style: { text: label, fill: colour("--on-series"), fontSize: 10 } }, textConfig: { position: "inside" } } : {}),
           }
         );
       };
@@ -255,7 +256,7 @@
           renderItem: rect,
           encode: { x: [1, 2], y: 0 },
           itemStyle: { color: kindColour(of) },
-          data: used.has(place) ? block.spans.filter((span) => span[1] === place).map(([lane, , a, b, label]) => [lane, a, b, label]) : [],
+          data: rows[place],
           z: KIND_COLOURS[of] ? 3 : 2,
         })),
       };

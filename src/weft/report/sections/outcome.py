@@ -10,8 +10,11 @@ from typing import Any
 from .. import blocks
 from ..read_run import RunRecord, as_number, points, tables
 from ..texts import Value, number, text
+from .settings import flatten
 
 Row = tuple[Value, Value, str]
+# of a run file, what does not change the numbers that are compared
+SAME_NUMBERS = ("output", "layout.axes", "train.steps", "train.log_every", "checkpoint.", "folder")
 RATES = ("tokens", "samples")
 
 
@@ -93,9 +96,21 @@ def verified(run: RunRecord) -> tuple[Value, str]:
     for found in tables(run.verified.get("layouts")):
         if found.get("layout") == layout:
             if found.get("passed") is True:
+                if changed_settings(run):
+                    return text("verified.other"), "warn"
                 return text("verified.yes"), "good"
             return text("verified.no"), "bad"
     return text("verified.unknown"), ""
+
+
+def changed_settings(run: RunRecord) -> list[str]:
+    """Keys of the run file that differ from what was verified, and may change numbers."""
+    then = run.verified.get("settings")
+    if not isinstance(then, dict) or not run.settings:
+        return []
+    one, other = dict(flatten(then)), dict(flatten(run.settings))
+    keys = sorted(one.keys() | other.keys())
+    return [k for k in keys if one.get(k) != other.get(k) and not k.startswith(SAME_NUMBERS)]
 
 
 def steps_done(run: RunRecord) -> int:

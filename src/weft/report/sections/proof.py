@@ -8,10 +8,8 @@ from typing import Any
 from .. import blocks
 from ..read_run import RunRecord, as_number, tables
 from ..texts import Value, number, text
-from .settings import flatten
+from .outcome import changed_settings
 
-# of a run file, what does not change the numbers that are compared
-WITHOUT = ("output", "layout.axes", "train.steps", "train.log_every", "checkpoint.", "folder")
 RESULTS = ("layout", "result", "loss", "gradient", "weight", "worst")
 COLLECTIVES = ("kind", "axis", "predicted", "seen")
 
@@ -27,7 +25,7 @@ def _blocks(run: RunRecord) -> list[blocks.Block]:
     if not layouts:
         return [blocks.note(text("verify.missing"))]
     shown: list[blocks.Block] = []
-    if others := _changed(run):
+    if others := changed_settings(run):
         shown.append(blocks.note(text("verify.changed", keys=", ".join(others)), "warn"))
     rows: list[list[Value]] = [
         [
@@ -75,13 +73,3 @@ def _collectives(one: dict[str, Any]) -> list[list[Value]]:
         [kind, axis, sides.get("comms_predicted"), sides.get("comms_seen")]
         for (kind, axis), sides in cells.items()
     ]
-
-
-def _changed(run: RunRecord) -> list[str]:
-    """Keys of the run file that differ from what was verified."""
-    then = run.verified.get("settings")
-    if not isinstance(then, dict) or not run.settings:
-        return []
-    one, other = dict(flatten(then)), dict(flatten(run.settings))
-    keys = sorted(one.keys() | other.keys())
-    return [k for k in keys if one.get(k) != other.get(k) and not k.startswith(WITHOUT)]
