@@ -26,6 +26,7 @@ ORDER = {
     "nn": "what runs inside a model: losses, masks, dropout, expert routing, weft's own models",
     "sync": "how replicas stay together, as data: one file per synchroniser, one per codec",
     "pipeline": "schedules, their simulation and drawing; how a model is split into stages",
+    "report": "a run, a plan or a simulation as one HTML file",
     "parallel": "one file per axis; model and layout become a Plan, then a sharded model",
     "checkpoint": "sharded safetensors that any layout reads",
     "engine": "one optimizer step under a Plan",
@@ -33,7 +34,6 @@ ORDER = {
     "train": "the run file's objects, the training loop, the run folder",
     "planner": "cost model, search, cluster simulation, calibration",
     "verification": "the one-device reference and the comparison with it",
-    "report": "a run, a plan or a simulation as one HTML file",
     "cli": "one file per command",
 }
 SIBLINGS = ({"planner", "verification"},)  # packages that do not import each other

@@ -98,11 +98,13 @@
       aria: { enabled: true, label: { description } },
       color: palette(),
       textStyle: { fontFamily: FONT, color: colour("--ink") },
-      grid: { left: 8, right: 24, top: 44, bottom: 30, containLabel: true },
+      grid: { left: 18, right: 24, top: 44, bottom: 30, containLabel: true },
       legend: { type: "scroll", top: 4, textStyle: { color: colour("--ink") }, pageTextStyle: { color: colour("--ink") }, inactiveColor: colour("--soft") },
       tooltip: { confine: true, backgroundColor: colour("--card"), borderColor: colour("--line"), textStyle: { color: colour("--ink") } },
     };
   }
+
+  const nameWidth = () => (innerWidth < 640 ? 100 : 210);
 
   function axis(more) {
     return {
@@ -167,7 +169,7 @@
           formatter: (found) => tip([found[0].axisValueLabel, ...found.filter((f) => f.value).map((f) => `${f.seriesName}: ${format(f.value, block.unit)}`)]),
         },
         xAxis: axis({ type: "value", axisLabel: { formatter: (v) => format(v, block.unit) } }),
-        yAxis: axis({ type: "category", inverse: true, data: block.groups.map(say), axisLabel: { width: 130, overflow: "truncate" }, axisTick: { show: false } }),
+        yAxis: axis({ type: "category", inverse: true, data: block.groups.map(say), axisLabel: { width: nameWidth(), overflow: "truncate" }, axisTick: { show: false } }),
         series: block.parts.map((p, place) => ({
           type: "bar",
           name: say(p.name),
@@ -193,7 +195,7 @@
           formatter: (f) => tip([`${say(block.rows[f.value[1]])}, ${say(block.columns[f.value[0]])}`, format(f.value[2], block.unit)]),
         },
         xAxis: axis({ type: "category", data: block.columns.map(say), name: say(block.x), nameLocation: "middle", nameGap: 28, splitArea: { show: false } }),
-        yAxis: axis({ type: "category", inverse: true, data: block.rows.map(say), axisLabel: { width: 150, overflow: "truncate" } }),
+        yAxis: axis({ type: "category", inverse: true, data: block.rows.map(say), axisLabel: { width: nameWidth(), overflow: "truncate" } }),
         visualMap: {
           min: 0,
           max: most || 1,
@@ -249,7 +251,7 @@
         },
         dataZoom: [{ type: "slider", xAxisIndex: 0, filterMode: "weakFilter", bottom: 6, height: 20, labelFormatter: (v) => format(v, "s"), textStyle: { color: colour("--ink") }, brushSelect: false }],
         xAxis: axis({ type: "value", min: 0, max: "dataMax", axisLabel: { formatter: (v) => format(v, "s") } }),
-        yAxis: axis({ type: "category", inverse: true, data: block.lanes.map(say), axisTick: { show: false }, axisLabel: { width: 150, overflow: "truncate" } }),
+        yAxis: axis({ type: "category", inverse: true, data: block.lanes.map(say), axisTick: { show: false }, axisLabel: { width: nameWidth(), overflow: "truncate" } }),
         series: block.kinds.map(([of, name], place) => ({
           type: "custom",
           name: say(name),

@@ -214,7 +214,7 @@ def _step(figures: Mapping[str, Any]) -> list[blocks.Block]:
         except ConfigError:
             shown = []
     pipeline = as_number(_table(figures.get("pipeline")).get("makespan_s")) or 0.0
-    parts: list[tuple[Value, list[float]]] = [(text("stages.title"), [pipeline])]
+    parts: list[tuple[Value, list[float]]] = [(text("sim.pipeline"), [pipeline])]
     parts += [(name, [seconds]) for name, seconds in after.items()]
     chart = blocks.bars(text("plan.time"), "s", [str(figures.get("layout"))], parts)
     return [*shown, *filter(None, [chart])]

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from weft.core import RANKS, gather_json, is_inside, replace_file
-from weft.engine import Engine, local_tensor
+from weft.engine import Engine, TrainingEngine, local_tensor
 
 from .metrics import peak_memory_bytes
 
@@ -32,7 +32,7 @@ class RankRecord:
     """Of one run. `before_bytes`: the memory of this process before the model was built; `writes`:
     whether this rank writes the file."""
 
-    def __init__(self, engine: Engine, folder: Path, before_bytes: int, writes: bool):
+    def __init__(self, engine: TrainingEngine, folder: Path, before_bytes: int, writes: bool):
         self._engine, self._path, self._writes = engine, folder / RANKS, writes
         # on a GPU only what the allocator gave is counted
         self._before = before_bytes if engine.mesh.device.type == "cpu" else 0
@@ -45,7 +45,9 @@ class RankRecord:
             stage_wait_s: seconds of a step in which this rank waits for other stages.
         """
         engine = self._engine
-        mine = self._own() | {"stage_wait_s": stage_wait_s}
+        if not isinstance(engine, Engine):  # modules live on named workers, not on ranks
+            return
+        mine = self._own(engine) | {"stage_wait_s": stage_wait_s}
         every, holdings = gather_json(mine), list[dict[str, int]]()
         if not self._writes:
             return
@@ -64,8 +66,8 @@ class RankRecord:
         }
         replace_file(self._path, json.dumps(found) + "\n")
 
-    def _own(self) -> dict[str, Any]:
-        engine, seen = self._engine, set[int]()
+    def _own(self, engine: Engine) -> dict[str, Any]:
+        seen = set[int]()
         weights = [*engine.params.values(), *engine.low.filled.values()]
         gradients = [p.grad for p in weights if p.grad is not None]
         gradients += [bucket.flat for bucket in engine.reducer.buckets]

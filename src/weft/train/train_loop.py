@@ -78,7 +78,7 @@ class TrainLoop:
     watchdog: Watchdog
     callbacks: Callbacks
     events: RunEvents
-    held: RankRecord | None = None  # None: modules live on named workers
+    held: RankRecord
     recorder: TraceRecorder | None = None
     average: WeightAverage | None = None
     recorders: Sequence[StepRecorder] = ()
@@ -146,7 +146,7 @@ class TrainLoop:
             self.progress.step(step)
             self.watchdog.beat(f"step {step}")
             if step == self.first:
-                self.record_ranks()
+                self.held.write(self.traffic.collectives, self.idle_s)
             last = step == t.steps
             stop = interrupt.any_rank_stopped() and not last
             log = stop or last or step == self.first or step % t.log_every == 0
@@ -310,12 +310,6 @@ class TrainLoop:
         self.progress.say(f"step {step}/{self.run.train.steps}  {text}")
         self.events.writes = self.metrics is not None and self.engine.replicas.leads
         self.events.add(event, step, text)
-
-    def record_ranks(self) -> None:
-        """Write what each rank holds; all ranks call it together."""
-        if self.held is not None:
-            steps = max(1, self.engine.steps_done - self.first + 1)
-            self.held.write(self.traffic.collectives, self.idle_s / steps)
 
     def _evaluate(self, step: int) -> None:
         assert self.validation is not None

@@ -181,9 +181,7 @@ def _train(
     progress.table(header)
     events = RunEvents(folder, writes=rank == 0 and engine.replicas.leads)
     events.add("resumed" if done else "started", done, header["layout"], header)
-    held = None
-    if isinstance(engine, Engine):
-        held = RankRecord(engine, folder, before_bytes, events.writes)
+    held = RankRecord(engine, folder, before_bytes, events.writes)
     named, tables = build.build_callbacks(run), asked.model_dump(mode="json", exclude_none=True)
     watched = {"steps": t.steps, "folder": folder, "config": tables, "say": progress.say}
     limit_s = t.hang_s
@@ -232,7 +230,8 @@ def _train(
             )  # while the driver validates a worker takes no steps
         with finishing_checkpoint(loop):
             interrupted = loop(interrupt)
-        loop.record_ranks()
+        taken = max(1, engine.steps_done - loop.first + 1)
+        held.write(loop.traffic.collectives, loop.idle_s / taken)
     if profiler is not None and (profile := profiler.finish(folder)) is not None:
         progress.say(f"profile of steps {t.profile}: {profile}; open it at ui.perfetto.dev")
     drawing = (
