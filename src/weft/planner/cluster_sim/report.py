@@ -305,7 +305,7 @@ def report_perfetto(report: SimulationReport) -> str:
 
 def report_html(report: SimulationReport) -> str:
     """One page, as `weft report --plan` makes it of the figures."""
-    return page_html(plan_page(report_figures(report)))
+    return page_html(plan_page(json.loads(report_json(report))))
 
 
 def csv_rows(report: SimulationReport) -> str:
