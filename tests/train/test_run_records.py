@@ -15,8 +15,11 @@ from tests.commands import children
 from tests.train.test_failures import begun, steps_of
 from tests.train.test_trainer import RUN
 from weft.cli.train_run import train_and_compare
+from weft.cli.verify import _run_folder
 from weft.core import load_run
 from weft.report import read_run
+from weft.verification import VerifyReport, write_verified
+from weft.verification.layout_result import LayoutResult
 
 
 def trained(pool: Any, folder: Path, axes: str, **settings: str) -> Path:
@@ -77,3 +80,19 @@ def test_a_run_that_fails_says_so(tmp_path: Path) -> None:
     assert process.returncode == 1, output
     events = read_run(tmp_path / "out").events
     assert events[-1]["event"] == "failed" and "rank " in events[-1]["text"]
+
+
+def test_verify_keeps_its_table_in_the_run_folder(tmp_path: Path) -> None:
+    """Of the run that a run file belongs to, and of no folder that holds no run."""
+    result = LayoutResult("dp2", 1e-16, 1e-14, 1e-15, "w", None, {("all_reduce", "dp"): (2, 8)}, {})
+    write_verified(tmp_path / "out", VerifyReport((result,), 3), {"model": {"dim": 8}}, "fp64")
+    (tmp_path / "out" / "run.toml").write_text(RUN)
+    found = read_run(tmp_path / "out")
+    (layout,) = found.verified["layouts"]
+    assert layout["comms_predicted"][0]["bytes"] == 8 and not layout["passed"]
+    assert found.verified["settings"] == {"model": {"dim": 8}} and found.verified["steps"] == 3
+    run = load_run(tmp_path / "out" / "run.toml", {"output": json.dumps(str(tmp_path / "gone"))})
+    assert _run_folder(tmp_path / "out" / "run.toml", run, None) is None
+    (tmp_path / "out" / "metrics.jsonl").touch()
+    assert _run_folder(tmp_path / "out" / "run.toml", run, None) == tmp_path / "out"
+    assert _run_folder(tmp_path / "mine.toml", run, "new") == Path("new")
