@@ -27,6 +27,7 @@ ORDER = {
     "sync": "how replicas stay together, as data: one file per synchroniser, one per codec",
     "pipeline": "schedules, their simulation and drawing; how a model is split into stages",
     "collectives": "which rank sends which chunk to which, as data: one file per algorithm",
+    "report": "a run, a plan or a simulation as one HTML file",
     "parallel": "one file per axis; model and layout become a Plan, then a sharded model",
     "checkpoint": "sharded safetensors that any layout reads",
     "engine": "one optimizer step under a Plan",
@@ -77,6 +78,9 @@ WITHOUT_TORCH = (
     "weft.collectives.algorithms",
     "weft.planner.cost.hardware",
     "weft.planner.cost.model_work",
+    "weft.report.run_page",
+    "weft.report.plan_page",
+    "weft.report.write_html",
     "weft.cli.app",
 )
 

@@ -7,6 +7,7 @@ import csv
 import json
 import math
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -761,7 +762,11 @@ def test_files(everything: report.SimulationReport, tmp_path: Path) -> None:
     rows = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
     assert [row["devices"] for row in rows] == ["16", "32", "64"]
     page = (tmp_path / "out.html").read_text()
-    assert page.count("<svg") == 4 and "stragglers" in page
+    held = re.search(r'id="data">(.*?)</script>', page)
+    assert held is not None
+    sections = {one["id"]: one["blocks"] for one in json.loads(held[1])["sections"]}
+    assert list(sections) == ["summary", "step", "stragglers", "replicas", "failures", "scaling"]
+    assert sections["step"][0]["kind"] == "timeline" and sections["step"][0]["spans"]
     with pytest.raises(ConfigError, match=r"--out = .*Name a \.svg, \.html, \.json, \.csv"):
         report.write_report(tmp_path / "out.pdf", everything)
 
@@ -921,7 +926,7 @@ def test_the_command(tmp_path: Path) -> None:
         "run file",
     ]
     assert found["failures"]["intervals"][3]["every"] == 500
-    assert out.read_text().count("<svg") == 4
+    assert '"id":"scaling"' in out.read_text() and found["timeline"]["ranks"]
     shown = simulate_cli(tmp_path, "--layout", "dp4.pp4.tp2+sequence")
     assert (
         shown.exit_code == 0

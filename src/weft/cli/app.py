@@ -12,7 +12,19 @@ from typing import Annotated
 
 import typer
 
-from . import calibrate, checkpoint, doctor, draw, examples, launch, plan, simulate, train, verify
+from . import (
+    calibrate,
+    checkpoint,
+    doctor,
+    draw,
+    examples,
+    launch,
+    plan,
+    report,
+    simulate,
+    train,
+    verify,
+)
 from .options import Command
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -51,6 +63,7 @@ for verb in (
     calibrate.calibrate,
     draw.draw,
     simulate.simulate,
+    report.report,
 ):
     app.command(cls=Command)(verb)
 app.add_typer(checkpoint.commands, name="checkpoint")

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from weft.core import (
     LayoutError,
     Plan,
     RunConfig,
+    WeftError,
     dump_toml,
 )
 from weft.launch import (
@@ -49,6 +50,7 @@ from weft.launch import (
 )
 from weft.planner import compare_with_prediction
 from weft.train import (
+    RunEvents,
     check_device,
     check_output,
     check_run,
@@ -92,7 +94,7 @@ def _train_here(run: RunConfig, resume: bool, trace: bool) -> bool:
             break
         except DamagedCheckpoint as error:
             quarantine_damaged(error, set_aside, kept)
-    world, worlds = run.world, replica_ranks(run)
+    world, worlds, events = run.world, replica_ranks(run), RunEvents(Path(run.output))
     threads, backend = run.train.threads, _backend(run, world)
 
     def start_replicas(resume: bool) -> list:
@@ -121,9 +123,21 @@ def _train_here(run: RunConfig, resume: bool, trace: bool) -> bool:
             hang_s=run.train.hang_s,
         )
 
-    if worlds:  # which start anew what dies; but none sets a damaged checkpoint aside
-        return any(run_with_restarts(start_replicas, kept, set_aside, resume, restarts=0))
-    return any(run_with_restarts(start, kept, set_aside, resume, run.checkpoint.restarts))
+    # replicas start anew what dies; but none sets a damaged checkpoint aside
+    begin, restarts = (start_replicas, 0) if worlds else (start, run.checkpoint.restarts)
+    with noted_failure(events):
+        told = partial(events.add, "died")
+        return any(run_with_restarts(begin, kept, set_aside, resume, restarts, told))
+
+
+@contextmanager
+def noted_failure(events: RunEvents) -> Iterator[None]:
+    """Add the error that ends a run to its events."""
+    try:
+        yield
+    except WeftError as error:
+        events.add("failed", None, str(error))
+        raise
 
 
 def train_as_rank(run: RunConfig, resume: bool, trace: bool) -> bool:
@@ -169,7 +183,8 @@ def _train_as_rank(run: RunConfig, laid: RunConfig, resume: bool, trace: bool, a
     if rank >= world:
         return wait_as_spare(store, rank, ranks)
     try:
-        with join_world(backend, threads, world, store, run.train.hang_s):
+        noted = noted_failure(RunEvents(Path(run.output), writes=rank == 0))
+        with join_world(backend, threads, world, store, run.train.hang_s), noted:
             stopped = train_and_compare(laid, resume, trace, again=again, asked=run)
     except DamagedCheckpoint as error:
         if rank == 0:  # whoever starts the ranks anew finds the one before

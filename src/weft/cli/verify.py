@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.core import ConfigError
+from weft.core import METRICS, RUN_FILE, ConfigError
 
 from .options import AsJson, NoCode, RunFile, Settings, exit_codes, load
 
@@ -46,6 +47,17 @@ def verify(
     world: Annotated[
         int | None, typer.Option(min=1, help="Verify every layout of this many ranks.")
     ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help=(
+                "A run folder, in which verify.json keeps the table for weft report. Default: that"
+                " of RUN.toml, if the run has begun."
+            ),
+            show_default=False,
+        ),
+    ] = None,
     settings: Settings = None,
     no_code: NoCode = False,
 ) -> None:
@@ -74,6 +86,7 @@ def verify(
             verified_sync,
             verify_deep,
             verify_layouts,
+            write_verified,
         )
 
         layouts, count = list(layout or []), steps or (3 if precision == "fp64" else 1)
@@ -123,9 +136,23 @@ def verify(
         report = replace(report, training=tuple(training), covered=tuple(covered))
         if not as_json:
             typer.echo(f"{coverage_text(covered)}\n")
+        folder = _run_folder(path, written, output)
+        if folder is not None:
+            write_verified(
+                folder, report, written.model_dump(mode="json", exclude_none=True), precision
+            )
         typer.echo(report.json() if as_json else report.verdict())
         if not report.passed:
             raise typer.Exit(1)
+
+
+def _run_folder(path: Path, run: RunConfig, output: str | None) -> Path | None:
+    """Where the table is kept: --output; the folder of a run, whose own run file it is; or the run
+    file's output, if that is there already."""
+    if output is not None:
+        return Path(output)
+    folders = (path.parent if path.name == RUN_FILE else Path(run.output), Path(run.output))
+    return next((each for each in folders if (each / METRICS).is_file()), None)
 
 
 def _refused_layouts(run: RunConfig, layouts: Sequence[str], deep: bool) -> dict[str, Refusal]:

@@ -50,6 +50,7 @@ from .errors import (
 )
 from .faces import attach_face as attach_face
 from .files import (
+    MOST_TEXT_BYTES as MOST_TEXT_BYTES,
     append_file as append_file,
     check_regular as check_regular,
     printable as printable,
@@ -102,6 +103,17 @@ from .run_config import (
     SyncConfig as SyncConfig,
     load_run as load_run,
     table_keys as table_keys,
+)
+from .run_files import (
+    EVENTS as EVENTS,
+    METRICS as METRICS,
+    PLAN as PLAN,
+    PREDICTION as PREDICTION,
+    PROFILE as PROFILE,
+    RANKS as RANKS,
+    RUN_FILE as RUN_FILE,
+    TRACE as TRACE,
+    VERIFIED as VERIFIED,
 )
 from .schedule import (
     CELL as CELL,

@@ -18,6 +18,7 @@ def run_with_restarts(
     set_aside: Callable[[], bool],
     resume: bool,
     restarts: int,
+    told: Callable[[int, str], None] = lambda step, text: None,
 ) -> T:
     """Run, and start again from the latest checkpoint when a process dies.
 
@@ -34,6 +35,7 @@ def run_with_restarts(
             left.
         resume: whether the first start resumes.
         restarts: how often to start again at most.
+        told: called with the step from which it goes on, and what ended the process before.
     """
     died: tuple[str, int | None] | None = None
     number = 0
@@ -52,6 +54,7 @@ def run_with_restarts(
                 raise
             number += 1
             died, resume = (how, step), True
+            told(step, f"{error.who.rstrip(',')}: {how}")
             log_line(
                 f"{error.who.rstrip(',')}: {how}; going on from step {step} ({number} of"
                 f" {restarts})"

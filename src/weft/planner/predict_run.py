@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from rich.filesize import decimal
 
-from weft.core import Refusal, RunConfig
+from weft.core import PREDICTION, Refusal, RunConfig, replace_file
 
 from .cost.breakdown import TimePart
 from .cost.estimate import estimate
@@ -18,6 +22,7 @@ from .cost.hardware import GIB, LOCAL, Cluster, Hardware, local_sheet, named_she
 from .search.query_from_run import query_from_run
 
 ERA = "eager"  # of what weft itself runs
+PROCESS = "process"  # the part of a prediction for what a process holds beside tensors
 KIN = {
     "laptop",
     "d",
@@ -28,14 +33,35 @@ KIN = {
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one step: seconds, bytes that a rank holds at most, bytes that it sends over each axis,
-    and the share of the step in which the pipeline is idle."""
+    """Of one step: bytes that a rank holds at most, in parts, and bytes that it sends over each
+    axis. Where the speed of this machine is known, `by` names whose it is: seconds of the step in
+    parts, else none, and `why` not."""
 
-    step_s: float
-    memory_bytes: float
+    memory: Mapping[str, float]
     traffic: Mapping[str, float]
-    bubble: float
-    by: str
+    time: Mapping[str, float]
+    by: str = ""
+    why: str = ""
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.time.values())
+
+    @property
+    def memory_bytes(self) -> float:
+        return sum(self.memory.values())
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step in which the pipeline is idle."""
+        return self.time.get(TimePart.BUBBLE, 0.0) / self.step_s
+
+    def json(self) -> str:
+        """What prediction.json has: seconds and bytes."""
+        found: dict[str, Any] = {"memory": self.memory, "traffic": self.traffic}
+        if self.time:
+            found |= {"step_s": self.step_s, "time": self.time, "by": self.by}
+        return json.dumps(found | ({"why": self.why} if self.why else {})) + "\n"
 
     def sent(self) -> str:
         """Bytes by axis."""
@@ -67,37 +93,34 @@ def sheet_of_card(title: str) -> str | None:
     return best[0] if len(best) == 1 and not words & KIN else None
 
 
-def predict(run: RunConfig, device: torch.device) -> Prediction | str:
-    """What to expect of this run on this machine, or why nothing is said."""
+def predict(run: RunConfig, device: torch.device) -> Prediction:
+    """What to expect of this run on this machine, and what is not known, and why."""
     try:
-        hardware = machine_sheet(device)
-        if hardware is None:
-            return "run `weft calibrate` once to get time and memory predictions"
+        own = machine_sheet(device)
+        # what a rank holds and sends does not depend on how fast a machine is
+        hardware = own or named_sheet(sheet_names()[0])
         cluster = Cluster.of(hardware, run.layout.axes.world)
-        asked = query_from_run(run, device=hardware.kind)
+        asked = query_from_run(run, device=device.type)
         era = hardware.eras.get(ERA) or next(iter(hardware.eras.values()))
         made = estimate(asked.work, asked.choices, cluster, era, asked.practice, asked.sync)
     except Refusal as error:
-        return str(error)
+        return Prediction({}, {}, {}, why=str(error))
     except Exception as error:  # of the user's code: the run is done, and goes on
-        return f"no prediction: {type(error).__name__}: {error}"
-    parts = {part.name: float(part.value[0]) for part in made.time}
-    step_s = float(made.step_s[0])
-    outside = (
-        era.context_gib * GIB if device.type == "cpu" else 0.0
-    )  # of CUDA, what the allocator has given is counted
+        return Prediction({}, {}, {}, why=f"no prediction: {type(error).__name__}: {error}")
+    memory = {part.name: float(part.value[0]) for part in made.memory}
     traffic = {axis: float(np.asarray(nbytes)[0]) for axis, nbytes in made.traffic.items()}
-    return Prediction(
-        step_s,
-        float(made.peak_bytes[0]) + outside,
-        traffic,
-        parts.get(TimePart.BUBBLE, 0.0) / step_s,
-        hardware.title,
-    )
+    if own is None:
+        why = "run `weft calibrate` once to get time and memory predictions"
+        return Prediction(memory, traffic, {}, why=why)
+    if device.type == "cpu":  # of CUDA, what the allocator has given is counted
+        memory |= {PROCESS: era.context_gib * GIB}
+    time = {part.name: float(part.value[0]) for part in made.time}
+    return Prediction(memory, traffic, time, by=own.title)
 
 
 def compare_with_prediction(run: RunConfig, device: torch.device, step_s: float) -> dict[str, str]:
-    """The lines of a run's summary that say what this machine was expected to take.
+    """The lines of a run's summary that say what this machine was expected to take; the whole
+    prediction goes into the run folder.
 
     Args:
         run: The run that has ended.
@@ -105,8 +128,10 @@ def compare_with_prediction(run: RunConfig, device: torch.device, step_s: float)
         step_s: The measured seconds of one step.
     """
     found = predict(run, device)
-    if isinstance(found, str):
-        return {"expected": found}
+    with suppress(OSError):
+        replace_file(Path(run.output) / PREDICTION, found.json())
+    if not found.time:
+        return {"expected": found.why}
     rows = {"expected": f"{found.step_s:.3g} s a step, which took {step_s:.3g} s ({found.by})"}
     rows["on a rank"] = f"{decimal(round(found.memory_bytes))} of memory"
     if found.sent():

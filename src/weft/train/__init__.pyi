@@ -66,7 +66,8 @@ from .run_checks import (
     check_sizes as check_sizes,
     plan_without_weights as plan_without_weights,
 )
-from .run_folder import METRICS as METRICS, check_output as check_output
+from .run_events import RunEvents as RunEvents
+from .run_folder import check_output as check_output
 from .run_lock import run_lock as run_lock
 from .sample_stream import Stream as Stream
 from .samples import named_samples as named_samples

@@ -3,8 +3,9 @@ calls to workers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from rich.filesize import decimal
 
@@ -19,6 +20,8 @@ from weft.parallel import wire_bytes
 class RpcMetrics:
     """Of a driver: what its calls carry there and back, gradients included. The same as `Traffic`
     to who asks."""
+
+    collectives: Sequence[dict[str, Any]] = ()  # calls are none
 
     def __init__(self, calls: ModuleCalls):
         self._calls, self._steps = calls, 0
@@ -59,6 +62,7 @@ class CommMetrics:
         self._steps = self._tokens = 0
         self._seen: object = None
         self.by_axis: dict[str, float] | None = None
+        self.collectives: list[dict[str, Any]] = []  # of the first step, by kind and axis
 
     def _asked(self) -> object:
         """What the codec asks for in this step: it may be less than in the first ones."""
@@ -79,9 +83,18 @@ class CommMetrics:
             yield
         layout = self._engine.global_plan.layout
         found: dict[str, float] = {}
+        totals: dict[tuple[str, str], list[float]] = {}
         for comm in audit.seen:
-            size = layout.size(*comm.axis.split("."))
-            found[comm.axis] = found.get(comm.axis, 0.0) + wire_bytes(comm.kind, comm.nbytes, size)
+            sent = wire_bytes(comm.kind, comm.nbytes, layout.size(*comm.axis.split(".")))
+            found[comm.axis] = found.get(comm.axis, 0.0) + sent
+            earlier = totals.get((comm.kind, comm.axis), [0, 0, 0])
+            own = (1, comm.nbytes, sent)
+            totals[comm.kind, comm.axis] = [a + b for a, b in zip(earlier, own, strict=True)]
+        if self.by_axis is None:
+            keys = ("kind", "axis", "count", "bytes", "sent_bytes")
+            self.collectives = [
+                dict(zip(keys, (*of, *total), strict=True)) for of, total in totals.items()
+            ]
         if (
             tokens.group is not None
         ):  # what travels to experts is other in every step, and counted by itself

@@ -43,9 +43,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.core import ConfigError, WeftError, append_file, read_file, replace_file
-
-from .run_folder import METRICS
+from weft.core import METRICS, ConfigError, WeftError, append_file, read_file, replace_file
 
 MOST_BYTES = 1 << 32  # of metrics.jsonl
 MOST_KEPT = 10_000  # lines of a process that does not write, until it may have to

@@ -22,14 +22,12 @@ from weft.checkpoint import (
     order_scalars,
     read_index,
 )
-from weft.core import CheckpointError, ConfigError, DataError, RunConfig
+from weft.core import METRICS, CheckpointError, ConfigError, DataError, RunConfig
 
 from .stream_loader import read_position
 
-METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 CSV = "metrics.csv"
-PROFILE = "profile.json"
 SAMPLE = "sample.txt"
 
 # scalars of a checkpoint

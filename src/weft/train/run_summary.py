@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from shlex import quote
 from statistics import median
 
 import torch
@@ -100,4 +101,4 @@ def run_summary(
     }
     if compare and speaks and not interrupted and isinstance(engine, Engine) and pace_s:
         rows |= compare(run, engine.mesh.device, pace_s)
-    return rows | {"folder": run.output}
+    return rows | {"folder": run.output, "report": f"weft report {quote(run.output)}"}

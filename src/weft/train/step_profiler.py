@@ -20,10 +20,8 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from weft.core import replace_file
+from weft.core import PROFILE, replace_file
 from weft.engine import COMM_PREFIX, CommLabels, Engine, Span
-
-from .run_folder import PROFILE
 
 START = "weft: all ranks begin"
 STAGES, TRACK = "stages", "communication"

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from weft.core import (
     STAGE_AXIS,
+    TRACE,
     Action,
     ActionCosts,
     Schedule,
@@ -21,7 +22,7 @@ from weft.engine import Engine, Span
 from weft.pipeline import Timeline, perfetto, simulate, svg, text
 
 FIRST, STEPS = 2, 5  # the first step that is recorded (step 1 warms up), and how many are
-PICTURE, TRACE, COSTS = "trace.svg", "trace.json", "costs.json"
+PICTURE, COSTS = "trace.svg", "costs.json"
 
 
 class TraceRecorder:

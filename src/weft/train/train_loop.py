@@ -32,7 +32,9 @@ from .gpu_use import GpuUse
 from .metrics import Line, Metrics, StepTimer, WaitTimer, highest_over_ranks, peak_memory_bytes
 from .prefetch import Prefetcher
 from .progress import Progress
+from .rank_record import RankRecord
 from .rank_times import RankTimes
+from .run_events import RunEvent, RunEvents
 from .run_folder import (
     DATA,
     LEFT_OUT,
@@ -75,6 +77,8 @@ class TrainLoop:
     progress: Progress
     watchdog: Watchdog
     callbacks: Callbacks
+    events: RunEvents
+    held: RankRecord
     recorder: TraceRecorder | None = None
     average: WeightAverage | None = None
     recorders: Sequence[StepRecorder] = ()
@@ -141,6 +145,8 @@ class TrainLoop:
                 recent, unread = recent[-1:], unread[-1:]
             self.progress.step(step)
             self.watchdog.beat(f"step {step}")
+            if step == self.first:
+                self.held.write(self.traffic.collectives, self.idle_s)
             last = step == t.steps
             stop = interrupt.any_rank_stopped() and not last
             log = stop or last or step == self.first or step % t.log_every == 0
@@ -206,9 +212,7 @@ class TrainLoop:
                 why = "left out by train.skip" if left_out else "whose gradients overflowed in fp16"
                 self.skipped[why] += 1
             if left_out:
-                self.progress.say(
-                    f"step {number}/{self.run.train.steps}  left out: a gradient of norm {norm:.3g}"
-                )
+                self._tell("left_out", number, f"left out: a gradient of norm {norm:.3g}")
             if self.left_out == MOST_LEFT_OUT:
                 problem = (
                     f"{MOST_LEFT_OUT} steps in a row, the last one {number}, had gradients that"
@@ -256,9 +260,7 @@ class TrainLoop:
             self.metrics.back_to(kept)
         self.callbacks.rolled_back(kept)
         batches = f"{step - kept} batches are" if step - kept > 1 else "1 batch is"
-        self.progress.say(
-            f"step {step}/{self.run.train.steps}  {why}: back to step {kept}, {batches} left out"
-        )
+        self._tell("rolled_back", step, f"{why}: back to step {kept}, {batches} left out")
 
     def _log(self, step: int, recent: Sequence[StepResult]) -> Line:
         """Write and show a line about this step, the last of `recent`."""
@@ -296,12 +298,18 @@ class TrainLoop:
                 warnings.append(f"now these replicas take part: {which}")
         self.members = members
         for said in (*warnings, *slow):
-            self.progress.say(f"step {step}/{self.run.train.steps}  {said}")
+            self._tell("warning", step, said)
         if self.metrics is not None:
             self.progress.speaks = leads = self.engine.replicas.leads
             self.metrics.write(line, leads)
         self.progress.log(line)
         return line
+
+    def _tell(self, event: RunEvent, step: int, text: str) -> None:
+        """Print what has happened, and add it to the events of the run."""
+        self.progress.say(f"step {step}/{self.run.train.steps}  {text}")
+        self.events.writes = self.metrics is not None and self.engine.replicas.leads
+        self.events.add(event, step, text)
 
     def _evaluate(self, step: int) -> None:
         assert self.validation is not None

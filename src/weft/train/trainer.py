@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from weft.checkpoint import fill_engine
 from weft.core import (
     DRIVER,
+    PLAN,
+    RUN_FILE,
     ConfigError,
     Plan,
     RunConfig,
@@ -35,9 +37,11 @@ from .generate import sample_text, text_coder
 from .gpu_use import why_unknown
 from .loggers import has_tensorboard
 from .memory_snapshot import MemorySnapshot
-from .metrics import Metrics, rate_unit
+from .metrics import Metrics, peak_memory_bytes, rate_unit
 from .prefetch import prefetched
 from .progress import Progress
+from .rank_record import RankRecord
+from .run_events import RunEvent, RunEvents
 from .run_folder import (
     DATA,
     SAMPLE,
@@ -101,6 +105,7 @@ def _train(
     snapshot: MemorySnapshot,
 ) -> bool:
     began, t, folder, company = time.perf_counter(), run.train, Path(run.output), replica_slot()
+    before_bytes = peak_memory_bytes(torch.device("cpu"))
     with Watchdog(t.hang_s) as start, start.starting():
         with start.alone("looking at the run folder"):
             # else others have written there meanwhile
@@ -164,8 +169,8 @@ def _train(
         engine.mesh.device.type == "cuda",
     )
     if rank == 0 and engine.replicas.leads:
-        replace_file(folder / "run.toml", dump_toml(asked))
-        replace_file(folder / "plan.txt", f"{engine.global_plan}\n")
+        replace_file(folder / RUN_FILE, dump_toml(asked))
+        replace_file(folder / PLAN, f"{engine.global_plan}\n")
 
     console = Console(quiet=rank != 0 or not engine.replicas.leads)
     recorder = (
@@ -179,7 +184,11 @@ def _train(
         profiler = StepProfiler(engine, t.profiled_steps)
         recorders.append(profiler)
     progress = Progress(console, t.steps, done)
-    progress.table(run_header(run, engine, done, notes))
+    header = run_header(run, engine, done, notes)
+    progress.table(header)
+    events = RunEvents(folder, writes=rank == 0 and engine.replicas.leads)
+    events.add("resumed" if done else "started", done, header["layout"], header)
+    held = RankRecord(engine, folder, before_bytes, events.writes)
     named, tables = build.build_callbacks(run), asked.model_dump(mode="json", exclude_none=True)
     watched = {"steps": t.steps, "folder": folder, "config": tables, "say": progress.say}
     limit_s = t.hang_s
@@ -213,6 +222,8 @@ def _train(
             progress,
             watchdog,
             callbacks,
+            events,
+            held,
             recorder,
             average,
             recorders,
@@ -226,6 +237,8 @@ def _train(
             )  # while the driver validates a worker takes no steps
         with finishing_checkpoint(loop):
             interrupted = loop(interrupt)
+        taken = max(1, engine.steps_done - loop.first + 1)
+        held.write(loop.traffic.collectives, loop.idle_s / taken)
     if profiler is not None and (profile := profiler.finish(folder)) is not None:
         progress.say(f"profile of steps {t.profile}: {profile}; open it at ui.perfetto.dev")
     drawing = (
@@ -235,16 +248,12 @@ def _train(
     )
     if drawing is not None:
         console.print(drawing, soft_wrap=True)
-    progress.table(
-        run_summary(
-            run,
-            loop,
-            interrupted,
-            time.perf_counter() - began,
-            rank == 0 and engine.replicas.leads,
-            compare,
-        )
-    )
+    total_s, speaks = time.perf_counter() - began, rank == 0 and engine.replicas.leads
+    summary = run_summary(run, loop, interrupted, total_s, speaks, compare)
+    progress.table(summary)
+    events.writes = speaks
+    ended: RunEvent = "stopped" if "stopped" in summary else "finished"
+    events.add(ended, engine.steps_done, summary.get("stopped", ""), summary)
     if text is not None and not interrupted:
         context = len(first_samples(dataset, 1)[0]["input_ids"])
         written = sample_text(run, engine, text, context)

@@ -1,7 +1,11 @@
 from .all_layouts import runnable_layouts as runnable_layouts
 from .case import Case as Case
 from .coverage import coverage as coverage, coverage_text as coverage_text
-from .report import VerifyReport as VerifyReport, result_table as result_table
+from .report import (
+    VerifyReport as VerifyReport,
+    result_table as result_table,
+    write_verified as write_verified,
+)
 from .training_check import check_deep as check_deep
 from .verified_settings import (
     on_cpus as on_cpus,

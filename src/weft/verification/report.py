@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import isfinite
+from pathlib import Path
 from typing import Any
+
+from weft.core import VERIFIED, ConfigError, replace_file
 
 from .coverage import Covered
 from .difference import Bounds
@@ -96,6 +101,33 @@ class VerifyReport:
         if self.covered:
             found["covered"] = [asdict(row) for row in self.covered]
         return json.dumps({**found, "passed": self.passed}, indent=2)
+
+
+def write_verified(
+    folder: Path, report: VerifyReport, settings: Mapping[str, Any], precision: str
+) -> Path:
+    """Keep the table in a run folder, which is made: verify.json has what `report.json` has, and
+    what was verified. Returns the file. Raises ConfigError.
+
+    Args:
+        folder: the run folder.
+        report: the table.
+        settings: the run file's tables.
+        precision: what was compared in, as `--precision` names it.
+    """
+    found = json.loads(report.json()) | {
+        "time": time.time(),
+        "steps": report.steps,
+        "precision": precision,
+        "settings": dict(settings),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / VERIFIED, json.dumps(found, indent=2) + "\n")
+    except OSError as error:
+        problem = f"cannot be written to ({error.strerror or error})"
+        raise ConfigError("output", str(folder), problem, "name another --output") from None
+    return folder / VERIFIED
 
 
 def _number(error: float) -> float | None:

@@ -23,11 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from weft.checkpoint import CHECKPOINTS, CheckpointReader, checkpoint_path, read_index
-from weft.core import REPLICA_AXIS, ConfigError, Plan, RunConfig, WorkerDied
+from weft.core import METRICS, REPLICA_AXIS, ConfigError, Plan, RunConfig, WorkerDied
 from weft.engine import Float64Mode, Loss
 from weft.launch import ScratchFolder, run_replicas, run_workers
 from weft.train import (
-    METRICS,
     build_lr_factor,
     on_own_layout,
     replica_ranks,

@@ -8,7 +8,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from weft.pipeline import (
     share_text,
     stack_images,
 )
+from weft.report import page_html, plan_page
 
 from ..cost.hardware import GIB
 from .failures import FailureCost, SaveInterval
@@ -40,6 +40,7 @@ from .scenario import Scenario, StepParts
 from .stragglers import StragglerRow
 
 BAR = 40  # columns of the longest bar
+MOST_SPANS = 5000  # of a timeline among the figures
 STAGES = 6  # lines of one kind, above which only the cheapest and the dearest are shown
 
 
@@ -81,6 +82,8 @@ def report_figures(report: SimulationReport) -> dict[str, Any]:
         "after_s": dict(step.after),
         "pipeline": {"schedule": setup.schedule.name, **report.acted.summary()},
     }
+    if sum(len(lane.labels) for lane in report.timeline.lanes) <= MOST_SPANS:
+        found["timeline"] = json.loads(report.timeline.json())
     if report.stragglers:
         found["stragglers"] = [asdict(row) for row in report.stragglers]
     if report.replicas:
@@ -302,29 +305,8 @@ def report_perfetto(report: SimulationReport) -> str:
 
 
 def report_html(report: SimulationReport) -> str:
-    """One page: the tables, and the pictures."""
-    pictures = [draw.svg([(report.title, report.timeline)]), *_curves(report)]
-    said = "\n\n".join(
-        part
-        for part in (
-            _step(report),
-            _stragglers(report.stragglers) if len(report.stragglers) > 1 else "",
-            _replicas(report.replicas) if report.replicas else "",
-            _lost(report.lost, False) if report.lost else "",
-            _scaling(report) if report.scaling else "",
-        )
-        if part
-    )
-    return "\n".join(
-        [
-            "<!doctype html>",
-            f'<meta charset="utf-8"><title>{escape(report.title)}</title>',
-            f"<h1>{escape(report.title)}</h1>",
-            f"<pre>{escape(said)}</pre>",
-            *(f"<div>{picture}</div>" for picture in pictures),
-            "",
-        ]
-    )
+    """One page, as `weft report --plan` makes it of the figures."""
+    return page_html(plan_page(json.loads(report_json(report))))
 
 
 def csv_rows(report: SimulationReport) -> str:
