@@ -35,6 +35,7 @@ NOTICE = "<!-- Written by docs/generate.py from the code. Change the code, then 
 # Each picture and the command that draws it.
 IMAGES = {
     "images/schedules.svg": "draw 1f1b zb-h1 zb-v --ranks 4 --microbatches 8",
+    "images/pipeline.svg": "draw naive gpipe 1f1b --ranks 4 --microbatches 4",
     "images/pipedream.svg": "draw 1f1b pipedream --ranks 4 --microbatches 6",
     "images/interleaved.svg": "draw 1f1b interleaved --ranks 4 --microbatches 8",
 }
