@@ -37,6 +37,7 @@ NOTICE = "<!-- Written by docs/generate.py from the code. Change the code, then 
 # Each picture and the command that draws it.
 IMAGES = {
     "images/schedules.svg": "draw 1f1b zb-h1 zb-v --ranks 4 --microbatches 8",
+    "images/pipeline.svg": "draw naive gpipe 1f1b --ranks 4 --microbatches 4",
     "images/pipedream.svg": "draw 1f1b pipedream --ranks 4 --microbatches 6 --update 1",
     "images/interleaved.svg": "draw 1f1b interleaved --ranks 4 --microbatches 8",
     "images/collective-ring.svg": "draw --collective ring",
