@@ -89,8 +89,8 @@ SMALL_OPTIONS = {"--steps": 2, "--teacher-steps": 2, "--samples": 128}
 OWN_RUN = """
 [model]
 build = "weft.models:decoder"
-dim = 16
-heads = 2
+dim = 32
+heads = 4
 layers = 2
 seq_len = 16
 [data]
@@ -100,7 +100,7 @@ max_bytes = 100000
 [layout]
 axes = "dp2"
 [train]
-batch = 8
+batch = 32
 steps = 4
 threads = 1
 [optimizer]
@@ -309,9 +309,11 @@ def write(page: Path, printed: list[list[str] | None]) -> None:
     lines = page.read_text(encoding="utf-8").splitlines()
     commands = [item for item in read(page) if isinstance(item, Command)]
     for command, output in reversed([*zip(commands, printed)]):
-        if command.output and output is not None:
-            if comparable(lines[slice(*command.output)], command) != comparable(output, command):
-                print(f"{page.relative_to(ROOT)}: {command.text}")
+        if not command.output or output is None:
+            continue
+        shown, now = (comparable(x, command) for x in (lines[slice(*command.output)], output))
+        if shown != now or not now:  # what differs in each run alone stays
+            print(f"{page.relative_to(ROOT)}: {command.text}")
             lines[slice(*command.output)] = output
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
