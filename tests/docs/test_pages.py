@@ -7,10 +7,6 @@ from typing import Any
 
 import pytest
 
-import weft.planner
-import weft.train
-import weft.verification  # noqa: F401  so that commands need not import it
-from tests.commands import Command
 from tests.docs.scripts import ROOT, load_script
 from tests.docs.test_docs import name_of
 from tests.docs.test_reference import load_generator
@@ -38,7 +34,7 @@ def faults(page: Path, folder: Path) -> list[str]:
             found += [f"{item.text}: {fault}" for fault in misunderstood(item.text)]
             continue
         text = refresh.small(item, folder)
-        code, output = execute(text, folder)
+        code, output = refresh.run(text, folder, timeout=240)
         if code != item.exit_code:
             found.append(f"{text}: exit code {code}, and not {item.exit_code}\n{output}")
         elif item.output and text == item.text and not item.listed(refresh.NOT_SHOWN):
@@ -47,18 +43,6 @@ def faults(page: Path, folder: Path) -> list[str]:
             if refresh.comparable(shown, item) != refresh.comparable(now, item):
                 found.append("\n".join([f"{text} prints, run docs/refresh.py:", *now]))
     return found
-
-
-def execute(text: str, folder: Path) -> tuple[int, str]:
-    """As `refresh.run` does; `weft` in a process that has imported torch already."""
-    words = refresh.shlex.split(text)
-    if words[0] != "weft":
-        return refresh.run(text, folder, timeout=240)
-    with pytest.MonkeyPatch.context() as now:
-        now.chdir(folder)
-        now.setenv("COLUMNS", "120")
-        command = Command(folder / "log", *words[1:])
-    return command.wait(240), command.said()
 
 
 def misunderstood(text: str) -> list[str]:
