@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets weft up in .venv with all that its tests need, once; then lint, types and tests.
+# Sets weft up in .venv with all that its tests need, once; then lint, types, spelling and tests.
 #     ./test.sh                            a sample of every kind of test
 #     ./test.sh --all                      every test; what CI runs
 #     ./test.sh tests/core/test_layout.py -x    arguments go to pytest
@@ -13,4 +13,5 @@ export OMP_NUM_THREADS=1 # the tests run several processes on the same cores
 .venv/bin/python -m ruff check
 .venv/bin/python -m ruff format --check
 .venv/bin/python -m mypy
+.venv/bin/codespell
 exec .venv/bin/python -m pytest -n 2 --dist worksteal "$@"

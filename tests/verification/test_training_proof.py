@@ -206,7 +206,7 @@ def test_all_of_it_happens(defined: list[TrainingDefinition], tmp_path: Path, la
 def test_tied_weights_are_one(tmp_path: Path) -> None:
     """A checkpoint has them once."""
     path = tmp_path / "run.toml"
-    path.write_text(TRAINED.replace("dropout = 0.1", "tied = true").replace("rollback = 3.0", ""))
+    path.write_text(TRAINED.replace("dropout = 0.1", "tied = true"))
     (found,) = define_training(*deep_case(load_run(path)))
     proofs = training_proofs(found, "dp2", tmp_path)
     assert all(proof.equal for proof in proofs), proofs

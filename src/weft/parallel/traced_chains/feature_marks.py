@@ -3,7 +3,7 @@ which parameters and activations it is made of."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -18,8 +18,8 @@ class Mark:
 
     labels: of its shape, mostly expanded; None: it has none.
     params: the parameters that it is made of, if it is made of nothing else.
-    places: [its shape], of the one parameter that it is made of, the number of each element; None:
-        not known.
+    places: makes [its shape], of the one parameter that it is made of, the number of each element,
+        or None; it is called where that is asked for, as few are. None: not known.
     active: whether it has a gradient, by way of activations.
     made: the module that made it.
     entered: whether it depends on what entered the module that is tried, other than by its row.
@@ -29,7 +29,7 @@ class Mark:
 
     labels: Tensor | None = None
     params: frozenset[str] = frozenset()
-    places: Tensor | None = None
+    places: Callable[[], Tensor | None] | None = None
     active: bool = False
     made: str = ""
     entered: bool = False
@@ -119,19 +119,22 @@ class FeatureTrace:
                 if not apart:
                     for name in met.mark.params:
                         self.inner.setdefault(name, []).append(found.amax().reshape(1))
-                elif met.mark.places is None or not self._divide(met, found, shapes):
+                elif not self._divide(met, found, shapes):
                     for dim in apart:
                         self.classes.join_along(self.classes.classes(met.labels), dim)
                     settled = False
 
     def _divide(self, met: Meeting, found: Tensor, shapes: Mapping[str, torch.Size]) -> bool:
-        """Note which class each element of a parameter met. False: one met two."""
+        """Note which class each element of a parameter met. False: one met two, or it is not known
+        which elements they are."""
+        known = met.mark.places() if met.mark.places is not None else None
+        if known is None:
+            return False
         (name,) = met.mark.params
-        assert met.mark.places is not None
         if name not in self.parts:
             self.parts[name] = torch.zeros(shapes[name].numel(), dtype=torch.int64)
         parts = self.parts[name]
-        places, classes = torch.broadcast_tensors(narrow(met.mark.places), found)
+        places, classes = torch.broadcast_tensors(narrow(known), found)
         places, classes = places.reshape(-1), classes.reshape(-1)
         places, classes = places[classes != 0], classes[classes != 0]
         before = self.classes.classes(parts[places])

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -210,8 +211,10 @@ class FeatureMode(TorchDispatchMode):
         elif origin.params and made and not live:
             known = [t for t in given if t.ndim and self.marks[t].params & origin.params]
             if len(known) == 1 and (places := self.marks[known[0]].places) is not None:
-                places = moved_places(places, known[0], func, name, args, kwargs, made[0])
-                origin = replace(origin, places=places)
+                moved_to = partial(
+                    moved_places, places, known[0], func, name, args, kwargs, made[0].shape
+                )
+                origin = replace(origin, places=moved_to)
         if not live:
             origin = replace(origin, uniform=self._is_uniform(func, name, read))
         for i, t in enumerate(made):

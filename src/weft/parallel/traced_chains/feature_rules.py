@@ -333,17 +333,24 @@ class FeatureRules:
 
 
 def moved_places(
-    places: Tensor, t: Tensor, func: Any, name: str, args: Any, kwargs: Any, out: Tensor
+    before: Callable[[], Tensor | None],
+    t: Tensor,
+    func: Any,
+    name: str,
+    args: Any,
+    kwargs: Any,
+    shape: torch.Size,
 ) -> Tensor | None:
     """Where the elements of what an operator makes are in the one parameter that it takes; None:
     not known.
 
     Args:
-        places: of the elements of `t`.
+        before: makes the places of the elements of `t`.
         t: what the operator takes, made of that parameter.
-        out: what it makes.
+        shape: of what it makes.
     """
-    if name in SAME_PLACE:
+    places = before()
+    if places is None or name in SAME_PLACE:
         return places
     if name in ("view", "_unsafe_view"):
         return places.reshape(args[1])
@@ -357,14 +364,14 @@ def moved_places(
         dims = _dims(func, name, args, kwargs)
         for dim in dims:
             places = places.narrow(dim, 0, 1)
-        return _shaped(places, dims, out.shape)
+        return _shaped(places, dims, shape)
     if name in MOVES:
         moved = func(*tree_map(lambda each: places if each is t else each, args), **kwargs)
         return moved if isinstance(moved, Tensor) else None
     rows = name == "index" and len(args[1]) == 1 and args[1][0] is not None
-    if name == "embedding" or (rows and out.ndim == args[1][0].ndim + places.ndim - 1):
-        return places[:1].expand(out.shape)  # a row for each, and each has all columns
-    return places.expand(out.shape) if torch.Tag.pointwise in func.tags else None
+    if name == "embedding" or (rows and len(shape) == args[1][0].ndim + places.ndim - 1):
+        return places[:1].expand(shape)  # a row for each, and each has all columns
+    return places.expand(shape) if torch.Tag.pointwise in func.tags else None
 
 
 def sizes(t: Tensor) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,9 @@ class TensorMarks:
             name = self._params.get(id(t))
             if name is None:
                 return NOTHING
-            found = self._marks[t] = Mark(params=frozenset([name]), places=_numbered(t))
+            found = self._marks[t] = Mark(
+                params=frozenset([name]), places=partial(_numbered, t.shape)
+            )
         return found
 
     def __setitem__(self, t: Tensor, mark: Mark) -> None:
@@ -59,7 +62,9 @@ class TensorMarks:
                 first = self._trace.given.setdefault(name, Given(module, key, t.shape))
                 if first.shape == t.shape:
                     before.append((t, mark))
-                    self[t] = replace(mark, params=frozenset([name]), places=_numbered(t))
+                    self[t] = replace(
+                        mark, params=frozenset([name]), places=partial(_numbered, t.shape)
+                    )
 
     def take_back(self, module: str) -> None:
         """A module is left: what it was given is no argument of it any more."""
@@ -87,6 +92,6 @@ class TensorMarks:
         return Mark(params=params, active=active, made=now, entered=entered)
 
 
-def _numbered(t: Tensor) -> Tensor:
+def _numbered(shape: torch.Size) -> Tensor:
     """The number of each element."""
-    return torch.arange(t.numel()).reshape(t.shape)
+    return torch.arange(shape.numel()).reshape(shape)
