@@ -31,8 +31,7 @@ import transformers
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE)]
 
-import cells  # noqa: E402
-from cells import LAYOUTS, Cell, shorter  # noqa: E402
+import family_cells  # noqa: E402
 from families import (  # noqa: E402
     Family,
     all_families,
@@ -41,6 +40,7 @@ from families import (  # noqa: E402
     small_config,
     write_run,
 )
+from family_cells import LAYOUTS, Cell, shorter  # noqa: E402
 
 from weft.core import Plan, Refusal, RunConfig, WorkerDied, load_run  # noqa: E402
 from weft.launch import Pool  # noqa: E402
@@ -207,12 +207,12 @@ def last_line(problem: Exception) -> str:
 def save(measured: list[Cell], command: str) -> None:
     """These cells, and those of other families and layouts that were measured before."""
     names = [family.name for family in all_families()]
-    found = {cell.key: cell for cell in (*cells.read(), *measured) if cell.family in names}
+    found = {cell.key: cell for cell in (*family_cells.read(), *measured) if cell.family in names}
     known = sorted(
         found.values(), key=lambda cell: (names.index(cell.family), LAYOUTS.index(cell.layout))
     )
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    cells.write(known, versions, command)
+    family_cells.write(known, versions, command)
 
 
 def main() -> int:
@@ -234,7 +234,7 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     measured: list[Cell] = []
     equal: dict[str, dict[str, Cell]] = {}
-    for cell in cells.read() if asked.first_step else ():
+    for cell in family_cells.read() if asked.first_step else ():
         if cell.state == "equal":
             equal.setdefault(cell.family, {})[cell.layout] = cell
     command = f"python benchmarks/families/run.py {' '.join(sys.argv[1:])}".strip()

@@ -170,7 +170,7 @@ def test_what_comes_twice_is_named(op: str) -> None:
 @pytest.mark.parametrize(
     "arguments, problem",
     [
-        (("rin", 4), 'Did you mean "ring"'),
+        (("rings", 4), 'Did you mean "ring"'),
         (("ring", 1), "a collective joins ranks"),
         (("ring", 4, {"servers": 2}), "ring has no such option. It takes none"),
         (("hierarchical", 4, {"local": 3}), "does not divide 4 ranks"),
