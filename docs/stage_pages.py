@@ -98,6 +98,9 @@ def place(source: Path) -> str:
     if source.is_relative_to(DOCS):
         return source.relative_to(DOCS).as_posix()
     path = "repository" / source.relative_to(ROOT)
+    path = path.with_name(
+        path.name.replace(".zh-CN.md", ".zh.md")
+    )  # mkdocs's name of a translation
     if source.is_dir():
         return (path / "files.md").as_posix()
     if source.suffix in (".md", *PICTURES):
@@ -121,7 +124,7 @@ def list_of(folder: Path) -> str:
 
 def page_of(text: str, source: Path) -> str:
     """A page with the site's links and anchors, and Chinese lines joined."""
-    original = source.with_name(source.name.replace(".zh.md", ".md"))
+    original = original_of(source)
     chinese = source != original and original.exists()
     text = outside_code(text, lambda part: LINK.sub(lambda m: moved(m[0], source), part))
     if chinese:
@@ -162,13 +165,20 @@ def moved(link: str, source: Path) -> str:
     target = (folder_of(source) / path).resolve() if path else source
     if not target.exists():
         return link  # which mkdocs reports
+    if original_of(source) == source:  # both languages have one address, and the reader chooses
+        target = original_of(target)
     new = posixpath.relpath(place(target), posixpath.dirname(place(source))) if path else ""
     return f"{new}#{shared_anchor(target, anchor)}" if anchor else new
 
 
+def original_of(page: Path) -> Path:
+    """The English page of a translation; of another page, itself."""
+    return page.with_name(re.sub(r"\.zh(-CN)?\.md$", ".md", page.name))
+
+
 def shared_anchor(target: Path, anchor: str) -> str:
     """The English anchor of a heading of a translation."""
-    original = target.with_name(target.name.replace(".zh.md", ".md"))
+    original = original_of(target)
     if original == target or not original.exists():
         return anchor
     pairs = zip(*(slugs(page.read_text(encoding="utf-8")) for page in (target, original)))
