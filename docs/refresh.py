@@ -5,8 +5,9 @@
 
 A fenced block whose lines begin with a program (`weft`, `python`, ...) is a list of commands. In a
 block with `$ `, the lines after a command are what it prints; else the next block is, if it follows
-at once. A line `...` stands for lines that are left out. A comment `# exit code 2` says how a
-command ends. A block of code that begins with `# NAME.py` or `# NAME.toml` is that file.
+at once. It may show a part of that; a line `...` stands for lines between. A comment
+`# exit code 2` says how a command ends. A block of code that begins with `# NAME.py` or
+`# NAME.toml` is that file.
 
 A page's commands run one after the other in one folder, which has the examples, the page's files,
 and a small run file in the place of the reader's own `run.toml`. tests/docs/test_pages.py runs all
@@ -247,24 +248,32 @@ def run(text: str, folder: Path, timeout: float) -> tuple[int, str]:
 # ---- what a page shows ---------------------------------------------------------------------------
 
 
-def as_shown(shown: list[str], output: str) -> list[str]:
-    """The lines of an output, without those that the page leaves out by a line `...`."""
+def as_shown(shown: list[str], output: str, command: Command) -> list[str]:
+    """The lines of an output that the page shows: one after the other, or, where it has a line
+    `...`, with others between; the whole output where these are not in it."""
     lines = [line.rstrip() for line in output.strip("\n").splitlines()]
-    dots = [at for at, line in enumerate(shown) if line.strip() == "..."]
-    if not dots:
-        return lines
-    last = len(shown) - 1 - dots[-1]
-    return [*lines[: dots[0]], shown[dots[0]], *(lines[-last:] if last else [])]
+    alike = [comparable(line, command) for line in lines]
+    found, at, part = list[str](), 0, list[str]()
+    for line in [*shown, "..."]:
+        if line.strip() != "...":
+            part.append(comparable(line, command))
+            continue
+        places = range(at, len(lines) - len(part) + 1)
+        place = next((at for at in places if alike[at : at + len(part)] == part), None)
+        if place is None:
+            return lines
+        at = place + len(part)
+        found += [*lines[place:at], line]
+        part = []
+    return found[:-1]
 
 
-def comparable(lines: list[str], command: Command) -> list[str]:
-    """Lines without what differs from run to run."""
+def comparable(line: str, command: Command) -> str:
+    """A line without what differs from run to run."""
     if re.search(EXACT, command.text):
-        return [re.sub(r"^(search .*) [\d.]+ s$", r"\1", line) for line in lines]
-    if re.search(ALIKE, command.text):
-        alike = [re.sub(r"(worst of all) .*", r"\1", line) for line in lines]
-        return [re.sub(r"\d[\d.,]*(e[-+]\d+)?|\s+", " ", line) for line in alike]
-    return []
+        return re.sub(r"^(search .*) [\d.]+ s$", r"\1", line.rstrip())
+    alike = re.sub(r"(worst of all) .*", r"\1", line)
+    return re.sub(r"\d[\d.,]*(e[-+]\d+)?|\s+", " ", alike).rstrip()
 
 
 def main() -> int:
@@ -297,7 +306,7 @@ def refresh(page: Path, folder: Path) -> None:
             raise SystemExit(f"{page}: {item.text} ends with exit code {code}:\n{output}")
         if item.output and not item.listed(NOT_SHOWN):
             shown = page.read_text(encoding="utf-8").splitlines()[slice(*item.output)]
-            printed[-1] = as_shown(shown, output)
+            printed[-1] = as_shown(shown, output, item)
     endings = {".md": (".zh.md", ".zh-CN.md")}
     for target in [page, *(page.with_suffix(end) for end in endings[".md"])]:
         if target.exists():
@@ -311,8 +320,11 @@ def write(page: Path, printed: list[list[str] | None]) -> None:
     for command, output in reversed([*zip(commands, printed)]):
         if not command.output or output is None:
             continue
-        shown, now = (comparable(x, command) for x in (lines[slice(*command.output)], output))
-        if shown != now or not now:  # what differs in each run alone stays
+        shown, now = (
+            [comparable(line, command) for line in text]
+            for text in (lines[slice(*command.output)], output)
+        )
+        if shown != now or not re.search(f"{EXACT}|{ALIKE}", command.text):
             print(f"{page.relative_to(ROOT)}: {command.text}")
             lines[slice(*command.output)] = output
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")

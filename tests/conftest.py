@@ -23,6 +23,8 @@ def pool() -> Iterator[Pool]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="Every test: whole grids and slow tests.")
+    help = "Commands of all pages that start ranks, not only of those that are read first."
+    parser.addoption("--pages", action="store_true", help=help)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

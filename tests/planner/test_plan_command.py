@@ -360,7 +360,7 @@ def test_explain_puts_values_into_formulas(tmp_path: Path) -> None:
     count = build.build_skeleton(loaded(run))
     params = f"{sum(p.numel() for p in count.parameters()):.4g}"
     assert said.startswith("fsdp2+zero1: ")
-    assert f"= {params} x 4 + {params} x 0\n" in said  # weights, and no copies
+    assert f"= {params} x 4 + 0 + {params} x 0\n" in said  # weights, none in int8, and no copies
     assert f"= {params} x 4\n" in said  # gradients
     assert "= 0.02\n" in said
     told = weft("plan", run, "--cluster", f"{sheet}x2", "--explain", "fsdp2+zero1", "--json").output
