@@ -12,9 +12,10 @@ from tests.docs.test_docs import name_of
 from tests.docs.test_reference import load_generator
 
 refresh = load_script("refresh")
-# Read first: what starts ranks runs on these pages always, on all with --pages.
+# Read first: what starts ranks or simulates large clusters runs on these pages always, on all with
+# --pages.
 FIRST = ("README.md", "docs/start.md", "docs/tutorial.md")
-QUICK = r"^weft (plan|simulate|draw|launch slurm|launch kubernetes) "
+QUICK = r"^weft (plan|draw|launch slurm|launch kubernetes) "
 ALL = sorted({ROOT / "README.md", *(ROOT / "docs").rglob("*.md")})
 PAGES = [page for page in ALL if not page.name.endswith((".zh.md", ".zh-CN.md"))]
 
@@ -25,7 +26,7 @@ def commands(page: Path) -> list[Any]:
 
 def faults(page: Path, folder: Path, quick: bool = False) -> list[str]:
     """Commands of a page that do not end as it says, or print something else than it shows.
-    `quick`: of those that start no ranks, and need no run before them."""
+    `quick`: of those that take seconds."""
     found = []
     refresh.prepare(folder)
     lines = page.read_text(encoding="utf-8").splitlines()
