@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Sets weft up in .venv with all that its tests need, once; then lint, types, spelling and tests.
 #     ./test.sh                            a sample of every kind of test
-#     ./test.sh --all                      every test; what CI runs
+#     ./test.sh --pairs                    what CI runs: of large grids each pair of values
+#     ./test.sh --all                      every case of every test
 #     ./test.sh tests/core/test_layout.py -x    arguments go to pytest
 #     ./test.sh --all --cov                coverage, of worker processes too
 #     ./test.sh --all -n 8                 tests in eight processes instead of two

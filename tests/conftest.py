@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.sampling import short_run
+from tests.sampling import paired_run, short_run
 from weft.launch.local_workers import Pool
 
 torch.set_num_threads(1)
@@ -23,6 +23,8 @@ def pool() -> Iterator[Pool]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="Every test: whole grids and slow tests.")
+    help = "What CI runs: of whole grids, cases in which each pair of words occurs; slow tests."
+    parser.addoption("--pairs", action="store_true", help=help)
     help = "Commands of all pages that start ranks, not only of those that are read first."
     parser.addoption("--pages", action="store_true", help=help)
 
@@ -30,8 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without --all, and unless files are named, a sample of the tests that are many or slow."""
     named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
-    if config.getoption("--all") or named:
+    if config.getoption("--all") or (named and not config.getoption("--pairs")):
         return
-    kept, left_out = short_run(items)
+    kept, left_out = (paired_run if config.getoption("--pairs") else short_run)(items)
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept

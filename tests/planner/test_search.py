@@ -4,6 +4,7 @@ own planner."""
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -188,21 +189,25 @@ def test_no_candidate_comes_twice() -> None:
     ("routed", "world", "without"), [(False, 4, ""), (True, 4, "pp"), (False, 8, "pp")]
 )
 def test_rules_allow_what_weft_lays(routed: bool, world: int, without: str) -> None:
-    """Every layout of so many ranks: what weft's planner takes is among the candidates, and what it
-    refuses is not."""
+    """A third of all layouts of so many ranks: what weft's planner takes is among the candidates,
+    and what it refuses is not."""
     asked = question(world, work(routed))
     model = decoder(vocab=64, dim=32, layers=2, seq_len=LENGTH, **ROUTED) if routed else bare()
     found = find_candidates(asked, world, exhaustive=True)
+    every = [text for text in _layouts(world, routed) if Layout.parse(text).size(without) == 1]
+    some = random.Random(world).sample(every, len(every) // 3)
     named = {str(found.layout(i)) for i in range(len(found)) if found.layout(i).size(without) == 1}
+    assert named <= {*every}
+    named &= {*some}
     taken, refused = set(), {}
-    for text in (text for text in _layouts(world, routed) if Layout.parse(text).size(without) == 1):
+    for text in some:
         try:
             laid = weft.plan(model, text, batch=BATCH, loss=next_token, sample=sample())
             run_checks.check_sizes(model, [{"input_ids": sample()["input_ids"][0]}], [laid])
             taken.add(text)
         except Refusal as error:
             refused[text] = str(error)
-    assert len(taken) > 30 and len(refused) >= 10
+    assert len(taken) > 10 and len(refused) >= 3
     assert named == taken, ({t: refused[t] for t in named - taken}, taken - named)
 
 
@@ -411,7 +416,7 @@ def test_where_nothing_fits_the_nearest_comes_first() -> None:
 
 
 @pytest.mark.grid(1)
-@pytest.mark.parametrize("devices", [14, 19, 67])
+@pytest.mark.parametrize("devices", [14, 19, 34])
 def test_fewer_where_all_devices_cannot_be_used(devices: int) -> None:
     """As fast as on any number of them, of all that weft could use, a hundredth apart."""
     asked = question(devices, large(), batch=64)

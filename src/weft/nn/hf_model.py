@@ -91,9 +91,9 @@ def build_hf_model(
         )
         if device.type == "meta" or not hf_weight_files(path):
             _refuse_pickles(name, path)
-            return kind.from_config(
-                config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
-            )
+            settings = {"attn_implementation": attention, "dtype": torch.float32}
+            with device:
+                return kind.from_config(config, **settings, trust_remote_code=False)
         how: dict[str, Any] = {
             "config": config,
             "attn_implementation": attention,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from weft.core import Layout, Refusal, RunConfig
 from weft.parallel import allowed_options, registry
@@ -18,16 +17,10 @@ def runnable_layouts(
     `refused` is called with each other layout and the reason. Raises Refusal if there is no layout
     left.
     """
-    bare, train, choices = build_skeleton(run), build_dataset(run), []
-    for axis in registry():
-        options = ["", *(f"+{option}" for option in allowed_options(axis))]
-        sizes = [size for size in range(2, world + 1) if world % size == 0]
-        choices.append(["", *(f"{axis}{size}{option}" for size in sizes for option in options)])
+    bare, train = build_skeleton(run), build_dataset(run)
     found, last = [], None
-    for chosen in itertools.product(*choices):
-        layout = Layout.parse(".".join(filter(None, chosen)) or "dp1")
-        if layout.world != world:
-            continue
+    for text in _layouts(world, list(registry())):
+        layout = Layout.parse(text or "dp1")
         try:
             plan_without_weights(with_layout(run, layout), bare, train)
             found.append(str(layout))
@@ -37,3 +30,15 @@ def runnable_layouts(
     if last is not None and not found:
         raise last
     return found
+
+
+def _layouts(world: int, axes: Sequence[str]) -> Iterator[str]:
+    """Every layout of so many ranks over some of these axes, each with at most one option."""
+    if world == 1:
+        yield ""
+        return
+    for i, axis in enumerate(axes):
+        for size in (size for size in range(2, world + 1) if world % size == 0):
+            for option in ("", *(f"+{option}" for option in allowed_options(axis))):
+                for rest in _layouts(world // size, axes[i + 1 :]):
+                    yield ".".join(filter(None, (f"{axis}{size}{option}", rest)))
