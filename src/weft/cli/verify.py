@@ -79,9 +79,9 @@ def verify(
         from weft.verification import (
             coverage,
             coverage_text,
+            every_layout,
             on_cpus,
             result_table,
-            runnable_layouts,
             verified_precision,
             verified_sync,
             verify_deep,
@@ -90,19 +90,17 @@ def verify(
         )
 
         layouts, count = list(layout or []), steps or (3 if precision == "fp64" else 1)
-        if world is not None:
-
-            def report_refusal(axes: str, reason: Exception) -> None:
-                typer.echo(f"weft: left out {axes}: {reason}", err=True)
-
-            found = runnable_layouts(run, world, report_refusal)
-            layouts += [axes for axes in found if axes not in layouts]
-        layouts = layouts or [str(run.layout.axes)]
+        tried = [] if world is None else every_layout(world)
+        named = layouts or ([] if tried else [str(run.layout.axes)])
+        layouts = [*named, *(axes for axes in tried if axes not in named)]
         for key in ("async_tp", "offload_activations"):
             if getattr(run.train, key):
                 typer.echo(f"weft: train.{key} needs GPUs: verified without", err=True)
         written, run = run, on_cpus(run)
         refused = _refused_layouts(run, layouts, deep)
+        for axes in [axes for axes in refused if axes not in named]:
+            typer.echo(f"weft: left out {axes}: {refused.pop(axes)}", err=True)
+            layouts.remove(axes)
         float8 = run.precision.float8
         verified = verified_precision(run.precision, precision)
         if verified.float8 != float8:

@@ -1,4 +1,4 @@
-from .all_layouts import runnable_layouts as runnable_layouts
+from .all_layouts import every_layout as every_layout
 from .case import Case as Case
 from .coverage import coverage as coverage, coverage_text as coverage_text
 from .report import (

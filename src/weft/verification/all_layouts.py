@@ -1,44 +1,26 @@
-"""Every layout of a number of ranks that a run can use."""
+"""Every layout of a number of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
-from weft.core import Layout, Refusal, RunConfig
+from weft.core import Layout
 from weft.parallel import allowed_options, registry
-from weft.train import build_dataset, build_skeleton, plan_without_weights, with_layout
 
 
-def runnable_layouts(
-    run: RunConfig, world: int, refused: Callable[[str, Refusal], None]
-) -> list[str]:
-    """Find the layouts of `world` ranks, with at most one option per axis, that the run can use.
-
-    `refused` is called with each other layout and the reason. Raises Refusal if there is no layout
-    left.
-    """
-    bare, train = build_skeleton(run), build_dataset(run)
-    found, last = [], None
-    for text in _layouts(world, list(registry())):
-        layout = Layout.parse(text or "dp1")
-        try:
-            plan_without_weights(with_layout(run, layout), bare, train)
-            found.append(str(layout))
-        except Refusal as error:
-            last = error
-            refused(str(layout), error)
-    if last is not None and not found:
-        raise last
-    return found
+def every_layout(world: int) -> list[str]:
+    """The layouts of `world` ranks, with at most one option per axis. Which of them a run can use
+    is not asked here."""
+    return [str(Layout.parse(text or "dp1")) for text in _over(list(registry()), world)]
 
 
-def _layouts(world: int, axes: Sequence[str]) -> Iterator[str]:
-    """Every layout of so many ranks over some of these axes, each with at most one option."""
+def _over(axes: list[str], world: int) -> Iterator[str]:
+    """Of so many ranks, over some of these axes."""
     if world == 1:
         yield ""
         return
     for i, axis in enumerate(axes):
         for size in (size for size in range(2, world + 1) if world % size == 0):
             for option in ("", *(f"+{option}" for option in allowed_options(axis))):
-                for rest in _layouts(world // size, axes[i + 1 :]):
+                for rest in _over(axes[i + 1 :], world // size):
                     yield ".".join(filter(None, (f"{axis}{size}{option}", rest)))
