@@ -1,4 +1,5 @@
-"""Frozen weights in int8 are priced as they lie: a byte each, and their scales."""
+"""Frozen weights in int8 or NF4 are priced as they lie: a byte, or half of one, each, and their
+scales."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ from weft.planner.cost.profile import profile_model
 pytest.importorskip("torchao.quantization")
 
 
-def quantized() -> nn.Module:
-    """The linears of its blocks are int8."""
+def quantized(kind: str = "int8") -> nn.Module:
+    """The linears of its blocks are held so."""
     torch.manual_seed(0)
     model: Any = decoder(vocab=67, dim=32, layers=4, heads=4, hidden=96, seq_len=8)
     for block in model.blocks:
         block.requires_grad_(False)
-    quantize_frozen(model, "int8")
+    quantize_frozen(model, kind)
     return model
 
 
@@ -34,9 +35,10 @@ def work_of(model: nn.Module) -> ModelWork:
     return profile_model(model, {"input_ids": ids, "labels": ids}, next_token)
 
 
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
 @pytest.mark.parametrize(("layout", "ranks"), [("dp1", 1), ("dp2", 1), ("fsdp2", 2)])
-def test_they_take_what_they_take(layout: str, ranks: int) -> None:
-    model = quantized()
+def test_they_take_what_they_take(layout: str, ranks: int, kind: str) -> None:
+    model = quantized(kind)
     held = sum(p.nbytes for p in model.parameters())
     assert held < 0.6 * sum(4 * p.numel() for p in model.parameters())
     assert peak(work_of(model), layout)["weights"] == pytest.approx(held / ranks)

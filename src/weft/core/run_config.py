@@ -94,11 +94,11 @@ class ModelConfig(CallableTable):
             ' of one, as in { r = 8, target_modules = ["q_proj", "v_proj"] } (docs/fine_tuning.md)'
         ),
     )
-    quantize: Literal["int8"] | None = Field(
+    quantize: Literal["int8", "nf4"] | None = Field(
         default=None,
         description=(
-            '"int8": beside an adapter, the frozen linears hold their weights in 8 bits'
-            " (docs/fine_tuning.md)"
+            '"int8" or "nf4": beside an adapter, the frozen linears hold their weights in 8 bits or'
+            " in 4 (docs/fine_tuning.md)"
         ),
     )
     freeze: Strings = Field(

@@ -1,8 +1,8 @@
-"""Frozen linears whose weights are held in 8 bits, for adapters beside them (QLoRA, Dettmers et al.
-2023, with int8 in place of 4 bits).
+"""Frozen linears whose weights are held in 8 bits or 4, for adapters beside them (QLoRA, Dettmers
+et al. 2023).
 
-torchao rounds each row of a weight to int8, with a scale in float32. Both are plain parameters, so
-a layout divides, gathers and saves them as any others.
+In 8 bits torchao rounds each row of a weight to int8, with a scale in float32. Both are plain
+parameters, so a layout divides, gathers and saves them as any others.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.core import ConfigError, import_extra
+
+from .nf4_linear import Nf4Linear, to_nf4
 
 FIELD = "model.quantize"
 LOWEST, HIGHEST = -128, 127
@@ -57,16 +59,16 @@ class _Int8Product(torch.autograd.Function):
 
 
 def quantize_frozen(model: nn.Module, kind: str) -> None:
-    """Put an Int8Linear in the place of every frozen nn.Linear of the model, but for its head and
-    tied weights.
+    """Put an Int8Linear or Nf4Linear in the place of every frozen nn.Linear of the model, but for
+    its head and tied weights.
 
     Args:
         model: The model, which is changed.
-        kind: "int8".
+        kind: "int8" or "nf4".
 
     Raises:
-        ConfigError: The model has no such linear.
-        DataError: torchao is not installed.
+        ConfigError: The model has no such linear, or one that cannot be held so.
+        DataError: torchao is not installed, which rounds to int8.
     """
     ends = getattr(model, "get_output_embeddings", lambda: None)()
     uses: dict[int, int] = {}
@@ -74,8 +76,8 @@ def quantize_frozen(model: nn.Module, kind: str) -> None:
         for parameter in module.parameters(recurse=False):
             uses[id(parameter)] = uses.get(id(parameter), 0) + 1
     found = [
-        (parent, name, child)
-        for parent in model.modules()
+        (parent, name, child, path)
+        for path, parent in model.named_modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear and not child.weight.requires_grad
         if child is not ends and uses[id(child.weight)] == 1
@@ -83,8 +85,15 @@ def quantize_frozen(model: nn.Module, kind: str) -> None:
     if not found:
         problem = "the model has no nn.Linear that is frozen, beside its head and tied weights"
         raise ConfigError(FIELD, kind, problem, "leave it out")
-    for parent, name, linear in found:
-        made = Int8Linear(*_rounded(linear.weight.detach(), kind), linear.bias)
+    for parent, name, linear, path in found:
+        weight = linear.weight.detach()
+        if kind == "int8":
+            made: nn.Module = Int8Linear(*_rounded(weight, kind), linear.bias)
+        elif linear.in_features % 2:
+            problem = f"{path}.{name}".strip(".") + f" has {linear.in_features} input features"
+            raise ConfigError(FIELD, kind, f"{problem}, an odd number", 'use "int8"')
+        else:
+            made = Nf4Linear(*to_nf4(weight), linear.bias)
         setattr(parent, name, made.train(linear.training))
 
 

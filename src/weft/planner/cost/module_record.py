@@ -88,7 +88,7 @@ class ModuleRecord:
         self.params[cut] += parameter.numel()
         if not parameter.requires_grad:
             self.frozen[cut] += parameter.numel()
-        if parameter.dtype == torch.int8:
+        if parameter.dtype in (torch.int8, torch.uint8):  # two of NF4 a byte
             self.in_int8[cut] += parameter.numel()
         if stored is not None:
             counts = self.parts[cut, stored]
