@@ -182,7 +182,7 @@ def test_what_an_order_may_not_be() -> None:
     assert "not in turn" in order_faults(twice, 2, 2, None, shown=1)[0]
     early = [*gets, pushes[0], saves[0], gets[0], *step(0), *step(1), *step(1)]
     assert "has not got weights" in order_faults(early, 2, 2, None, shown=1)[0]
-    assert order_faults(order_in_turns(3, 4, lambda step: step % 2 == 0), 3, 4, 0, shown=2) == []
+    assert order_faults(order_in_turns(3, 4, lambda step: step % 2 == 0), 3, 4, 1, shown=2) == []
 
 
 def test_what_the_report_says() -> None:
