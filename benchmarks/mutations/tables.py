@@ -164,8 +164,7 @@ def main() -> None:
         *table("package", rows, lambda row: row["module"].split(".")[1]),
         *table("rule", rows, lambda row: row["rule"]),
         *first_names(rows),
-        "Drawn later, of mutants that none of these files has, and run before anything was added for"
-        " them:",
+        "Drawn later, of mutants that no other file has, before anything was added for them:",
         "",
         *later_draws(),
         "Mutants of the sample that change no number of a run, and are seen by tests alone:",

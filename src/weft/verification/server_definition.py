@@ -15,7 +15,7 @@ from .codec_definitions import DefinedCodec
 from .parcels import samples_of
 from .plain.draw_laws import DrawLaws
 from .plain.samples import division_faults
-from .plain.servers import PlainServer, Saved, order_faults
+from .plain.servers import PlainServer, ServedState, order_faults
 from .plain_run import PlainRun
 
 Grads = dict[str, Tensor]
@@ -88,7 +88,7 @@ class PlainWorker:
 def begin_servers(
     plan: Plan,
     optimizer: Optimizers,
-    begun: Saved,
+    begun: ServedState,
     orders: Sequence[UpdateOrder],
     laws: DrawLaws,
     factor: Callable[[int], float] = lambda n: 1.0,
@@ -103,7 +103,7 @@ def begin_servers(
     for number in sorted(set(whose)):
         owned = {n for n, server in zip(begun.weights, whose, strict=True) if server == number}
         weights = {n: value for n, value in begun.weights.items() if n in owned}
-        part = Saved(weights, {n: kept for n, kept in begun.state.items() if n in owned})
+        part = ServedState(weights, {n: kept for n, kept in begun.state.items() if n in owned})
         links = _Links(part.weights, sync, count, laws)
         found[number] = PlainServer(part, optimizer, orders[number], count, links, factor)
     return found

@@ -28,7 +28,7 @@ from .compare import build, hang_s, make_engine, merge_ranks, order_of, set_tria
 from .difference import Difference
 from .layout_result import LayoutResult
 from .plain.draw_laws import DrawLaws, seed_faults
-from .plain.servers import Saved
+from .plain.servers import ServedState
 from .plain_run import PlainRun
 from .reference import Reference, final_state, norms_of
 from .replica_reference import cases_of_replicas
@@ -179,7 +179,7 @@ def _replay(
         for own, run in zip(cases, runs, strict=True)
     ]
     trained = {n: p.detach() for n, p in runs[0].params.items() if p.requires_grad}
-    servers = begin_servers(plan, case.optimizer, Saved(trained, {}), orders, laws)
+    servers = begin_servers(plan, case.optimizer, ServedState(trained, {}), orders, laws)
     broken = [*case.faults(), *seed_faults([each.seed for each in cases])]
     broken += replay_faults(plan, {number: orders[number] for number in servers}, steps, shown=1)
     ways = [(worker.gradients, worker.ended) for worker in workers]

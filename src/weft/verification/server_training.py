@@ -14,7 +14,7 @@ from weft.engine import Loss, UpdateOrder
 
 from .case import Batch, Case
 from .plain.draw_laws import DrawLaws, seed_faults
-from .plain.servers import PlainServer, Saved, order_in_turns
+from .plain.servers import PlainServer, ServedState, order_in_turns
 from .reference import final_state
 from .replica_reference import cases_of_replicas
 from .server_definition import PlainWorker, begin_servers, replay, replay_faults
@@ -22,7 +22,7 @@ from .training_reference import Trainee, Trajectory, validates, validation_of
 
 
 @dataclass
-class _Worker:
+class _TrainingWorker:
     """A replica that trains from the step after `begun`, and what it does. `validates`: it is the
     one that does, of all replicas."""
 
@@ -59,8 +59,8 @@ def train_in_order(
     rates: Callable[[int], float],
     save_every: int,
     orders: Sequence[UpdateOrder] | None = None,
-    begun: Saved | None = None,
-) -> tuple[Trajectory, Saved]:
+    begun: ServedState | None = None,
+) -> tuple[Trajectory, ServedState]:
     """Train the replicas of a plan. Returns what the first one does, and what is saved at the
     first checkpoint.
 
@@ -79,7 +79,7 @@ def train_in_order(
     # the first replica validates for all, one part of a batch after the other
     parts = [part for batch in validation for part in _divided(batch, count)]
     trainees = [Trainee(own, parts, True, metrics) for own in cases]
-    begun = begun or Saved({n: p.detach() for n, p in trainees[0].trained.items()}, {})
+    begun = begun or ServedState({n: p.detach() for n, p in trainees[0].trained.items()}, {})
     for trainee in trainees:
         trainee.run.model.load_state_dict({**begun.weights, **begun.buffers}, strict=False)
     first, steps = begun.step, rules.steps - begun.step
@@ -94,7 +94,7 @@ def train_in_order(
             saved.append(_saved([*servers.values()], first + n, trainees[0]))
 
     workers = [
-        _Worker(trainee, rules, rates, first, validates=number == 0)
+        _TrainingWorker(trainee, rules, rates, first, validates=number == 0)
         for number, trainee in enumerate(trainees)
     ]
     replay(
@@ -125,9 +125,9 @@ def train_in_order(
     return found, saved[-1]
 
 
-def _saved(servers: Sequence[PlainServer], step: int, first: Trainee) -> Saved:
+def _saved(servers: Sequence[PlainServer], step: int, first: Trainee) -> ServedState:
     """What the servers showed last, and buffers of the first replica."""
-    model, found = first.run.model, Saved({}, {}, step)
+    model, found = first.run.model, ServedState({}, {}, step)
     kept = model.state_dict()
     found.buffers = {n: b.clone() for n, b in model.named_buffers() if n in kept}
     weights = {n: w for server in servers for n, w in server.shown[-1].weights.items()}

@@ -34,7 +34,7 @@ from .difference import Bounds
 from .noise import ALONE, from_rounding
 from .plain.outliers import SEEN
 from .plain.rates import rate_factor
-from .plain.servers import Saved
+from .plain.servers import ServedState
 from .plain_run import needs_microbatches
 from .server_definition import check_servers
 from .server_training import train_in_order
@@ -88,7 +88,9 @@ class TrainingDefinition:
     trajectory: Trajectory
     replicas: int = 1  # that step by themselves
     # what one device does in the order of asynchronous servers, from a checkpoint or the beginning
-    in_order: Callable[[list[UpdateOrder], Saved | None], tuple[Trajectory, Saved]] | None = None
+    in_order: (
+        Callable[[list[UpdateOrder], ServedState | None], tuple[Trajectory, ServedState]] | None
+    ) = None
 
     @property
     def step(self) -> int:
@@ -267,11 +269,11 @@ def _in_order(
     layout: str,
     rules: TrainConfig,
     orders: list[UpdateOrder],
-    begun: Saved | None,
-) -> tuple[Trajectory, Saved]:
+    begun: ServedState | None,
+) -> tuple[Trajectory, ServedState]:
     """What one device does in the order of a run that has ended, in a process of its own."""
     given = case, run, validation, metrics, layout, rules, orders, begun
-    found: tuple[Trajectory, Saved] = run_workers(_train_in_order, 1, *given)[0]
+    found: tuple[Trajectory, ServedState] = run_workers(_train_in_order, 1, *given)[0]
     return found
 
 
@@ -283,8 +285,8 @@ def _train_in_order(
     layout: str,
     rules: TrainConfig,
     orders: list[UpdateOrder],
-    begun: Saved | None,
-) -> tuple[Trajectory, Saved]:
+    begun: ServedState | None,
+) -> tuple[Trajectory, ServedState]:
     plan, every = case.lay(case.model(), layout), run.checkpoint.every
     given = case, plan, validation, metrics, rules, defined_rates(run), every, orders, begun
     found, saved = train_in_order(*given)

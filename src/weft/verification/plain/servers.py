@@ -22,7 +22,7 @@ Order = Sequence[tuple[str, int]]
 
 
 @dataclass
-class Saved:
+class ServedState:
     """Weights, and what an optimizer keeps of each, by name; after how many steps of who saves, and
     its buffers."""
 
@@ -55,7 +55,7 @@ class PlainServer:
 
     def __init__(
         self,
-        begun: Saved,
+        begun: ServedState,
         optimizer: Optimizers,
         order: Order,
         workers: int,
@@ -70,7 +70,7 @@ class PlainServer:
         self._factor = factor
         self._order, self._next, self._sent = order, 0, sent
         self.given: list[list[Weights]] = [[] for _ in range(workers)]  # of each worker, in turn
-        self.shown: list[Saved] = []
+        self.shown: list[ServedState] = []
         self.applied = [0] * workers
 
     def go_on(self, pushed: Sequence[Sequence[Mapping[str, Tensor]]]) -> bool:
@@ -99,11 +99,13 @@ class PlainServer:
             self._next += 1
         return self._next > before
 
-    def now(self) -> Saved:
+    def now(self) -> ServedState:
         """What it has."""
         weights = {name: p.detach().clone() for name, p in self.params.items()}
         kept = {name: self.optimizer.state.get(p, {}) for name, p in self.params.items()}
-        return Saved(weights, copy.deepcopy({name: state for name, state in kept.items() if state}))
+        return ServedState(
+            weights, copy.deepcopy({name: state for name, state in kept.items() if state})
+        )
 
 
 def order_in_turns(workers: int, steps: int, shows: Callable[[int], bool]) -> list[tuple[str, int]]:
