@@ -16,6 +16,7 @@ No more than that can go wrong on any backend, and all of it may.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import warnings
@@ -24,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -117,7 +119,8 @@ class _LateKernels:
             self._receive, [torch.zeros(1, dtype=torch.uint8)], group, to, 2 * number + 1
         )
         travel = UP_S if to > dist.ProcessGroup.unbox(group).rank() else DOWN_S
-        arguments = asked, travel, [late], send, late.sent
+        called = sys._getframe(1), threading.get_ident()
+        arguments = asked, travel, [late], send, late.sent, called
         threading.Thread(target=_send_when, args=arguments, daemon=True).start()
         return late.boxed()
 
@@ -228,11 +231,16 @@ def _send_when(
     late: list[_LateSend],
     send: Callable[[list[Tensor]], dist.Work],
     sent: threading.Event,
+    called: tuple[FrameType, int],
 ) -> None:
     """Send what is in the tensors when the receiver waits; nonsense, if the sender has let go of
-    the work before it was `sent`: gloo loses such a message."""
+    the work before it was `sent`: gloo loses such a message. `called`: the frame that sends, and
+    its thread, which have the work when that frame has ended."""
     asked().wait()
     time.sleep(travel_s)
+    while _runs(*called):
+        time.sleep(UP_S)
+    del called
     lost = [torch.empty_like(t) for t in late[0].tensors]
     held = weakref.ref(late.pop())
     work = held()
@@ -243,6 +251,14 @@ def _send_when(
     for t in lost:
         _poison(t)
     send(lost).wait()
+
+
+def _runs(frame: FrameType, thread: int) -> bool:
+    """Whether a frame of a thread has not ended yet."""
+    now = sys._current_frames().get(thread)
+    while now is not None and now is not frame:
+        now = now.f_back
+    return now is not None
 
 
 def _poison(t: Tensor) -> None:

@@ -27,9 +27,9 @@ class Reached:
     """By index of PAIRS: seconds, what it does, and where in the model its lines run. `lines`: the
     pairs that run each line."""
 
-    seconds: list[float]
-    clean: list[Outcome]
-    places: list[dict[Line, Place]]
+    seconds: dict[int, float]
+    clean: dict[int, Outcome]
+    places: dict[int, dict[Line, Place]]
     lines: dict[Line, list[int]]
 
     def place(self, index: int, line: Line) -> Place | None:
@@ -40,8 +40,8 @@ class Reached:
 
     def in_modules(self) -> set[Line]:
         """The lines that run in forwards of modules."""
-        places = range(len(self.places))
-        return {at for i in places for at in self.places[i] if self.place(i, at) is not None}
+        each = self.places.items()
+        return {at for i, places in each for at in places if self.place(i, at) is not None}
 
     def chosen(self, line: Line, late: bool) -> list[int]:
         """The pairs that run a line: of each kind the quickest, those first. `late`: with late
@@ -59,7 +59,7 @@ class Reached:
 
 
 def reached_lines(pool: Pool, pairs: Sequence[Pair]) -> Reached:
-    """Of the source as it is. `pairs`: with which PAIRS begins."""
+    """Of the source as it is. `pairs`: some of PAIRS, in their order."""
     source = hashlib.sha256()
     here = Path(__file__).parent
     files = [*Path(weft.__file__).parent.rglob("*.py"), here / "subjects.py", here / "training.py"]
@@ -67,8 +67,9 @@ def reached_lines(pool: Pool, pairs: Sequence[Pair]) -> Reached:
         source.update(path.read_bytes())
     folder = Path(tempfile.gettempdir(), f"weft-mutations-{source.hexdigest()[:16]}")
     folder.mkdir(exist_ok=True)
-    found = Reached([], [], [], {})
-    for index, pair in enumerate(pairs):
+    found = Reached({}, {}, {}, {})
+    for pair in pairs:
+        index = PAIRS.index(pair)
         kept = folder / str(pair)
         if not kept.exists():
             kept.write_bytes(pickle.dumps(_traced(pool, pair)))
@@ -76,9 +77,9 @@ def reached_lines(pool: Pool, pairs: Sequence[Pair]) -> Reached:
         print(f"{pair}: {clean.says or 'equal'} {seconds:.1f} s", flush=True)
         if clean.says:
             raise SystemExit(f"{pair} is not equal without a change")
-        found.seconds.append(seconds)
-        found.clean.append(clean)
-        found.places.append(places)
+        found.seconds[index] = seconds
+        found.clean[index] = clean
+        found.places[index] = places
         for line in lines:
             found.lines.setdefault(line, []).append(index)
         if pair.way == "late":  # it runs the lines of the same pair without late messages

@@ -4,11 +4,12 @@ change.
 
     python benchmarks/mutations/run.py --count 600
     python benchmarks/mutations/run.py --count 300 --inside  # for the first names
+    python benchmarks/mutations/run.py --count 120 --seed 1 --into fresh  # others than those
     python benchmarks/mutations/survivors.py  # runs the tests on what verify does not see
     python benchmarks/mutations/tables.py  # the tables in README.md
 
 Writes results/mutants.jsonl, or, with --inside, results/inside.jsonl, of lines alone that run in
-forwards of modules; what is there already is not run again.
+forwards of modules, or the file that --into names; what any of these has is not run again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -34,20 +36,31 @@ from weft.launch.local_workers import Pool  # noqa: E402
 RESULTS = HERE / "results"
 
 
+def keys(path: Path) -> set[str]:
+    """The mutants of a file of results."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {json.loads(line)["key"] for line in lines}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--inside", action="store_true")
+    parser.add_argument("--module", default="", help="of this module alone")
+    parser.add_argument("--pairs", default="", help="a regex: those pairs alone that it finds")
+    parser.add_argument("--into", default="", help="a file in results, without .jsonl")
     args = parser.parse_args()
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / ("inside.jsonl" if args.inside else "mutants.jsonl")
-    lines = path.read_text().splitlines() if path.exists() else []
-    kept = {json.loads(line)["key"] for line in lines}
+    path = RESULTS / f"{args.into or ('inside' if args.inside else 'mutants')}.jsonl"
+    others = [file for file in RESULTS.glob("*.jsonl") if args.into and file != path]
+    kept, earlier = keys(path), {key for file in others for key in keys(file)}
     with Pool(4) as pool:
-        inside = [pair for pair in PAIRS if pair.way == "verify"]
-        reached = reached_lines(pool, inside if args.inside else PAIRS)
+        pairs = [pair for pair in PAIRS if re.search(args.pairs, str(pair))]
+        inside = [pair for pair in pairs if pair.way == "verify"]
+        reached = reached_lines(pool, inside if args.inside else pairs)
         mutants = all_mutants(reached.lines if not args.inside else reached.in_modules())
+        mutants = [m for m in mutants if args.module in ("", m.module) and m.key not in earlier]
         print(f"{len(mutants)} mutants of {len({m.module for m in mutants})} modules", flush=True)
         chosen = drawn(mutants, args.count, args.seed)
         for number, mutant in enumerate(chosen):

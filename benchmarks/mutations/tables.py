@@ -20,6 +20,7 @@ Row = dict[str, Any]
 SEEN = ("verify", "deep", "late")
 ENDS = ("WorkerDied", "Died", "UnsupportedModel", "LayoutError", "ConfigError", "DataError")
 COLUMNS = (*SEEN, "tests", "survive", "plan", "none")
+LATER = {"fresh": "of all modules", "runner": "of `weft.engine.pipeline.runner`"}
 BEGIN, END = "<!-- results: written by tables.py -->\n", "<!-- end of results -->"
 
 
@@ -108,6 +109,27 @@ def summary(rows: list[Row]) -> list[str]:
     return [textwrap.fill(each, 100, subsequent_indent="  ") for each in shares] + [""]
 
 
+def later_draws() -> list[str]:
+    """What verify said of mutants that were drawn after all that is told above."""
+    found = []
+    for name, of in LATER.items():
+        rows = _lines(f"{name}.jsonl")
+        effects = Counter(row["effect"] for row in rows)
+        seen, missed = sum(effects[each] for each in SEEN), effects["missed"]
+        ended = sum(row["effect"] in SEEN and row["says"].startswith(ENDS) for row in rows)
+        names = Counter(row["first"] for row in rows if row["first"])
+        told = (
+            f"- `results/{name}.jsonl`, {of}: {len(rows)} mutants. Verify alone sees {seen} of the"
+        )
+        told += f" {seen + missed} that change numbers or end the run ({ended} of these end), and"
+        told += (
+            f" {sum(map(effects.get, ('none', 'plan'), (0, 0)))} change nothing of these models."
+        )
+        told += f" First names: {names['right']} right, {names['wrong']} wrong."
+        found.append(textwrap.fill(told, 100, subsequent_indent="  "))
+    return [*found, ""]
+
+
 def first_names(rows: list[Row]) -> list[str]:
     """By module: how many first names are right; and the wrong ones."""
     groups: dict[str, list[Row]] = defaultdict(list)
@@ -142,6 +164,9 @@ def main() -> None:
         *table("package", rows, lambda row: row["module"].split(".")[1]),
         *table("rule", rows, lambda row: row["rule"]),
         *first_names(rows),
+        "Drawn later, of mutants that no other file has, before anything was added for them:",
+        "",
+        *later_draws(),
         "Mutants of the sample that change no number of a run, and are seen by tests alone:",
         "",
         *(

@@ -18,8 +18,8 @@ from subjects import Pair
 from torch import nn
 
 import weft
-from weft.launch import run_workers
-from weft.verification import compare, training_check
+from weft.launch import run_replicas, run_workers
+from weft.verification import compare, trained_run, training_check
 
 Line = tuple[str, int]  # module, number
 Place = tuple[str, str]  # (the first module in whose forward a line ran, the last)
@@ -102,7 +102,9 @@ def traced(pair: Pair) -> tuple[set[Line], dict[Line, Place]]:
 
     with tempfile.TemporaryDirectory() as folder:
         with (
-            mock.patch.object(training_check, "run_workers", _Workers(folder)),
+            mock.patch.object(training_check, "run_workers", _Workers(folder, run_workers)),
+            mock.patch.object(trained_run, "run_workers", _Workers(folder, run_workers)),
+            mock.patch.object(trained_run, "run_replicas", _Workers(folder, run_replicas)),
             mock.patch.object(compare, "record_activations", watched),
             Trace() as noted,
         ):
@@ -114,13 +116,16 @@ def traced(pair: Pair) -> tuple[set[Line], dict[Line, Place]]:
 
 
 class _Workers:
-    """`run_workers`, whose ranks write the lines that they run to a folder."""
+    """`start`, which is `run_workers` or `run_replicas`, whose ranks write the lines that they run
+    to a folder."""
 
-    def __init__(self, folder: str):
-        self.folder = folder
+    def __init__(self, folder: str, start: Callable[..., list[Any]]):
+        self.folder, self.start = folder, start
 
-    def __call__(self, function: Callable[..., Any], world: int, *args: Any) -> list[Any]:
-        return run_workers(self.run, world, function, *args)
+    def __call__(
+        self, function: Callable[..., Any], world: Any, *args: Any, **options: Any
+    ) -> list[Any]:
+        return self.start(self.run, world, function, *args, **options)
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         with Trace() as noted:

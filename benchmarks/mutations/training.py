@@ -52,6 +52,10 @@ RUNS = {
     "routes": PADDED.replace("dropout = 0.1", "experts = 4\nbalance = 0.1\ncapacity = 0.75")
     + 'eval_every = 50\neval_batches = 2\neval_metrics = ["tests.train.test_eval_metrics:surprise"]'
     + ADAMW,
+    "serves": PADDED
+    + 'clip = 1.0\nwarmup = 100\ndecay = "cosine"\neval_every = 50\neval_batches = 2'
+    + ADAMW
+    + '[sync]\nname = "parameter_server"\nservers = 2\nstaleness = 2\n',
     "reads text": TEXT + 'decay = "linear"' + ADAMW + "decay_min_dims = 2\n",
     "sees images": """
 [model]
@@ -83,6 +87,7 @@ TRAINED = (
     ("rolls back", "dp2"),
     ("routes", "dp2"),
     ("routes", "ep2"),
+    ("serves", "dp2"),
     ("reads text", "dp2"),
     ("sees images", "dp2"),
 )

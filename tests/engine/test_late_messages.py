@@ -3,12 +3,14 @@ left out does."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,7 +30,7 @@ from tests.engine.test_outer_optimizer import (
     trained as trained_alone,
 )
 from tests.engine.test_sync import EXACT, trained as trained_together, with_sync
-from tests.late_messages import late_messages
+from tests.late_messages import _LateSend, late_messages
 from tests.mutants import Mutant, mutated
 from tests.staged import STAGED
 from tests.verification.nets_with_definitions import CASES
@@ -242,6 +244,29 @@ def differing(found: list[dict[str, Tensor]], wanted: list[dict[str, Tensor]]) -
         # servers step in the order in which gradients come
         if not torch.allclose(one[name], right[name], rtol=1e-9, atol=1e-12, equal_nan=True)
     ]
+
+
+def slowly_sent() -> dict[str, Tensor]:
+    """A message whose receiver waits long before the sender has got its work."""
+    x, boxed = torch.full((3,), float(dist.get_rank())), _LateSend.boxed
+
+    def slow(work: dist.Work) -> Any:
+        time.sleep(1.0)
+        return boxed(work)
+
+    with late_messages(), mock.patch.object(_LateSend, "boxed", slow):
+        if dist.get_rank() == 0:
+            dist.recv(x, 1)
+        else:
+            work = dist.isend(x, 0)
+            assert work is not None
+            work.wait()
+    return {"x": x}
+
+
+def test_a_sender_may_be_slow(pool: Pool) -> None:
+    found = pool.run(slowly_sent, world=2, timeout=TIMEOUT_S)
+    assert [each["x"].tolist() for each in found] == [[1.0] * 3] * 2
 
 
 # ---- each wait, left out -------------------------------------------------------------------------

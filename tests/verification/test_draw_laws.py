@@ -106,3 +106,34 @@ def test_what_chance_may_do_breaks_no_law() -> None:
         torch.bernoulli(torch.full((SAMPLES, 13), 0.011, dtype=torch.float64))
         torch.rand_like(torch.zeros(SAMPLES, 500_000, dtype=torch.bfloat16))
     assert laws.broken == []
+
+
+DROPOUT = "weft.nn.dropout_rng"
+OTHER_BITS = {
+    # as good as the right ones, but those of no definition
+    "calls by twos": ("Randomness.site", "self.calls += 1", "self.calls += 2"),
+    "another seed": ("Randomness.make_key", "self.seed, self.step", "self.seed + 1, self.step"),
+    "steps and places swapped": (
+        "Randomness.make_key",
+        "self.step, self.place",
+        "self.place, self.step",
+    ),
+    "another mixing of keys": ("mix_key", "(state >> 27)", "(state >> 28)"),
+    "another mixing of bits": ("Randomness._words", "word >> shift", "word >> (shift + 1)"),
+    "samples beside themselves": (
+        "Randomness._places",
+        "total = shape[dim]",
+        "total = 1 + shape[dim]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_BITS)
+def test_other_bits_are_named(name: str) -> None:
+    def call() -> Tensor:
+        return F.dropout(X + 1.0, 0.3)
+
+    assert broken(call) == []
+    with mutated(Mutant(DROPOUT, *OTHER_BITS[name])):
+        found = broken(call)
+    assert found and ("another key" in found[0] or "other bits" in found[0]), found

@@ -18,11 +18,12 @@ from tests.verification.nets_with_quirks import QUIRKS
 from weft.core import whole_shard
 from weft.core.run_config import RunConfig
 from weft.train.data import Loader, stdlib
+from weft.train.stream_loader import shuffled_places
 from weft.verification.case import Case
 from weft.verification.compare import check_layout
 from weft.verification.delayed_reference import run_delayed
 from weft.verification.layout_result import LayoutResult
-from weft.verification.plain.samples import order_faults
+from weft.verification.plain.samples import order_faults, place_faults
 from weft.verification.reference import run_reference
 from weft.verification.tensor_errors import tensor_error
 from weft.verification.verify_run import make_case
@@ -360,6 +361,30 @@ def test_a_loader_that_is_no_shuffle_is_seen(name: str) -> None:
     assert order_faults(Loader(data, 8, 0).indices, len(data), 8) == []
     with mutated(Mutant("weft.train.data", "Loader.indices", *LOADER[name])):
         assert order_faults(Loader(data, 8, 0).indices, len(data), 8)
+
+
+ORDERS = {
+    "another seed": ("[self.seed, epoch]", "[self.seed + 1, epoch]"),
+    "seed and epoch swapped": ("[self.seed, epoch]", "[epoch, self.seed]"),
+    "the order of the epoch after": ("[self.seed, epoch]", "[self.seed, epoch + 1]"),
+    "turned round": ("random.permutation(size)", "random.permutation(size)[::-1]"),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_a_shuffle_of_another_seed_is_seen(name: str) -> None:
+    """So that a run which another version goes on with takes the samples that it would have."""
+    data = stdlib(seq_len=64, max_bytes=64 * 131)
+    assert order_faults(Loader(data, 8, 5).indices, len(data), 8, seed=5) == []
+    with mutated(Mutant("weft.train.data", "Loader.indices", *ORDERS[name])):
+        found = order_faults(Loader(data, 8, 5).indices, len(data), 8, seed=5)
+    assert "has another order than that of its seed and number" in found[0]
+
+
+def test_a_stream_of_another_seed_is_seen() -> None:
+    assert place_faults(partial(shuffled_places, 5), 5) == []
+    (found,) = place_faults(partial(shuffled_places, 6), 5)
+    assert "another order than that of its seed and numbers" in found
 
 
 TABLES_OF_A_RUN: dict[str, Any] = {

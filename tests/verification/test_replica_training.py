@@ -190,10 +190,14 @@ def test_the_table_says_what_is_trained(tmp_path: Path) -> None:
     others = "not checked: resuming diloco with another number of replicas"
     assert others in table(SYNCS["streaming"])
     servers = table('name = "parameter_server"\nservers = 1\nstaleness = 2\n')
-    assert "with --deep: validation, with allreduce" in servers
+    assert "with --deep: validation" in servers
+    resumes_so = "saving; resuming on the same layout, in its own order"
+    assert f"with --deep: {resumes_so}" in servers
+    never = "resuming parameter_server bit for bit: no order of updates comes again"
+    assert f"not checked: {never}" in servers
     assert "not checked: messages between replicas that step by themselves" in servers
     falls = "learning rate: 60 steps of warm-up, cosine"
-    assert f"with --deep: {falls}, with allreduce" in servers
+    assert f"with --deep: {falls}" in servers
     assert f"with --deep: {falls}" in table(SYNCS["streaming"])
     coded = table('name = "bmuf"\nperiod = 5\ncodec = "int8"\n')
     trained = [row for row in coded if row.startswith("with --deep: ")]

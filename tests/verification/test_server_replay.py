@@ -16,7 +16,7 @@ from weft.core.errors import ConfigError
 from weft.launch.local_workers import Pool
 from weft.verification.case import Case
 from weft.verification.layout_result import LayoutResult
-from weft.verification.plain.servers import order_faults
+from weft.verification.plain.servers import order_faults, order_in_turns
 from weft.verification.server_replay import check_replayed, replayed_reference
 from weft.verification.verify_model import verify_case
 
@@ -161,19 +161,28 @@ def test_a_worker_that_goes_on_too_early_is_seen(pool: Pool) -> None:
 
 
 def test_what_an_order_may_not_be() -> None:
-    """Two workers, two steps, a bound of one step."""
-    begin = [(False, 0), (False, 1)]
-    fair = [*begin, (True, 0), (False, 0), (True, 1), (False, 1), (True, 0), (False, 0)]
-    whole = [*fair, (True, 1), (False, 1)]
-    assert order_faults(whole, 2, 2, 1) == []
-    assert order_faults(fair, 2, 2, 1) == ["1 of the 2 gradients of worker 1 were applied"]
-    alone = [*begin, (True, 0), (False, 0), (True, 0), (False, 0)]
-    last = [(True, 1), (False, 1), (True, 1), (False, 1)]
+    """Two workers, two steps, a bound of one step; the first saves in the end."""
+    gets, pushes, saves = ([(what, n) for n in (0, 1)] for what in ("gave", "applied", "showed"))
+
+    def step(worker: int) -> list[tuple[str, int]]:
+        return [pushes[worker], gets[worker]]
+
+    fair = [*gets, *step(0), *step(1), *step(0)]
+    whole = [*fair, *step(1), saves[0]]
+    assert order_faults(whole, 2, 2, 1, shown=1) == []
+    lacks = ["1 of the 2 gradients of worker 1 were applied", "the first worker saves"]
+    for found, want in zip(order_faults(fair, 2, 2, 1, shown=1), lacks, strict=True):
+        assert found.startswith(want)
+    alone = [*gets, *step(0), *step(0)]
+    last = [*step(1), *step(1), saves[0]]
     ahead = "worker 0 goes on 2 steps ahead, where 1 are most"
-    assert order_faults([*alone, *last], 2, 2, 1) == [ahead]
-    assert order_faults([*alone, *last], 2, 2, None) == []
-    twice = [*begin, (True, 0), (True, 0), (False, 0), *last]
-    assert "not in turn" in order_faults(twice, 2, 2, None)[0]
+    assert order_faults([*alone, *last], 2, 2, 1, shown=1) == [ahead]
+    assert order_faults([*alone, *last], 2, 2, None, shown=1) == []
+    twice = [*gets, pushes[0], pushes[0], gets[0], *last]
+    assert "not in turn" in order_faults(twice, 2, 2, None, shown=1)[0]
+    early = [*gets, pushes[0], saves[0], gets[0], *step(0), *step(1), *step(1)]
+    assert "has not got weights" in order_faults(early, 2, 2, None, shown=1)[0]
+    assert order_faults(order_in_turns(3, 4, lambda step: step % 2 == 0), 3, 4, 1, shown=2) == []
 
 
 def test_what_the_report_says() -> None:

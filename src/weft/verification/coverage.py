@@ -9,7 +9,7 @@ from weft.core import OFF, PrecisionConfig, RunConfig, SyncConfig
 
 from .difference import BOUNDS
 from .training_check import TrainingResult, rate_text
-from .verified_settings import deep_sync, exact_sync
+from .verified_settings import deep_sync, exact_sync, is_asynchronous
 
 CHECKED, DEEP, NOT = "checked", "with --deep", "not checked"
 
@@ -72,7 +72,12 @@ def coverage(
     if t.eval_every:
         measured = "".join(f", {name}" for name in t.eval_metrics)
         rows.append(Covered(deep, f"validation{measured}{short}"))
-    if by_deep.name != exact.name:
+    if is_asynchronous(by_deep):
+        rows.append(Covered(deep, f"saving; resuming on the same layout, in its own order{short}"))
+        again = f"resuming {by_deep.name} bit for bit: no order of updates comes again"
+        rows.append(Covered(NOT, again))
+        rows.append(Covered(NOT, f"resuming {by_deep.name} with another number of replicas"))
+    elif by_deep.name != exact.name:
         same = "on the same layout, and on others of as many replicas"
         rows.append(Covered(deep, f"saving; resuming {same}{short}"))
         rows.append(Covered(NOT, f"resuming {by_deep.name} with another number of replicas"))

@@ -7,11 +7,7 @@ its last checkpoint.
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import random
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,26 +18,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.checkpoint import CHECKPOINTS, CheckpointReader, checkpoint_path, read_index
-from weft.core import METRICS, REPLICA_AXIS, ConfigError, Plan, RunConfig, WorkerDied
-from weft.engine import Float64Mode, Loss
-from weft.launch import ScratchFolder, run_replicas, run_workers
+from weft.checkpoint import CHECKPOINTS, checkpoint_path
+from weft.core import REPLICA_AXIS, AsyncServers, ConfigError, Plan, RunConfig, TrainConfig
+from weft.engine import Float64Mode, Loss, UpdateOrder
+from weft.launch import ScratchFolder, run_workers
 from weft.train import (
     build_lr_factor,
     on_own_layout,
     replica_ranks,
-    train,
     tried_steps,
 )
 
 from .case import Batch, Case, to_float64
 from .difference import Bounds
 from .noise import ALONE, from_rounding
-from .plain.experts import tokens_by_expert
 from .plain.outliers import SEEN
 from .plain.rates import rate_factor
+from .plain.servers import ServedState
 from .plain_run import needs_microbatches
+from .server_definition import check_servers
+from .server_training import train_in_order
 from .tensor_errors import error_ratio, saved_state_errors
+from .trained_run import KEYS, OF_EXPERTS, TrainedRun, train_in
 from .trainees import trainees_of
 from .training_reference import Trajectory, reachable_limits, train_plainly
 
@@ -49,8 +47,8 @@ STEPS = 20
 MORE_STEPS = 8  # for outliers, which are told from step 17 on
 MOST_RATES = 10_000  # steps whose learning rates are computed
 MOST_BATCHES = 8  # of a validation
-KEYS = ("lr", "loss", "grad_norm", "skipped", "batches_left_out")
-OF_EXPERTS = ("busiest_expert", "dropped_share", "gate_loss")  # compared where one device has them
+HAPPENS = ("clip", "skip", "rollback")
+IN_ORDER = "in its order of updates: "
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,7 @@ class Proof:
     what: str
     shown: str
     equal: bool = True
+    happened: str = ""  # clip, skip or rollback, if it did something, and not always
 
 
 @dataclass(frozen=True)
@@ -88,6 +87,10 @@ class TrainingDefinition:
     run: RunConfig
     trajectory: Trajectory
     replicas: int = 1  # that step by themselves
+    # what one device does in the order of asynchronous servers, from a checkpoint or the beginning
+    in_order: (
+        Callable[[list[UpdateOrder], ServedState | None], tuple[Trajectory, ServedState]] | None
+    ) = None
 
     @property
     def step(self) -> int:
@@ -95,19 +98,11 @@ class TrainingDefinition:
         return self.run.checkpoint.every
 
 
-@dataclass(frozen=True)
-class _Trained:
-    """What a run has written: per step its numbers that one device has too, and its last
-    checkpoint."""
-
-    lines: dict[int, dict[str, float]]
-    tensors: dict[str, Tensor]
-    scalars: dict[str, Any]
-
-
 def check_deep(layout: str, plan: Plan) -> None:
-    """Raises ConfigError for a layout that updates weights late, which is not how one device
-    trains."""
+    """Refuse a layout that updates weights late, which is not how one device trains, and servers
+    whose order no run notes. Raises ConfigError."""
+    if _served(plan):
+        check_servers(plan)
     if plan.schedule.versions:
         problem = f"compares with one device, and {layout} updates weights late"
         raise ConfigError("--deep", True, problem, "leave --deep or this layout out")
@@ -135,7 +130,7 @@ def verify_training(
     plain = define_training(*given)
     with ScratchFolder() as scratch:
         alone = Path(scratch.path, "alone")
-        on_one = _train(on_own_layout(plain[0].run, "dp1"), alone)
+        on_one = train_in(on_own_layout(plain[0].run, "dp1"), alone)
         for number, layout in enumerate(layouts):
             apart = replica_ranks(on_own_layout(run, layout))
             defined = define_training(*given, layout) if apart else plain
@@ -146,7 +141,7 @@ def verify_training(
             proofs += other_layout_proofs(defined[0], layout, here, alone)
             steps = f"{plain[0].run.train.steps} steps"
             proofs.insert(1, _proof(steps, on_one, plain[0].trajectory, note="on dp1: "))
-            happened = {what for each in defined for what in each.trajectory.happened}
+            happened = {proof.happened for proof in proofs} - {""}
             results.append(TrainingResult(layout, tuple(proofs), tuple(sorted(happened))))
             done(results[-1])
     return results
@@ -168,7 +163,11 @@ def define_training(
     batches = [to_float64(validation(n)) for n in range(short.train.eval_batches)]
     given = case, short, batches, metrics, layout
     found: list[TrainingDefinition] = run_workers(_train_by_definition, 1, *given)[0]
-    return found
+    with torch.random.fork_rng([]):
+        plan = case.lay(case.model(), layout)
+    if not _served(plan):
+        return found
+    return [replace(each, in_order=partial(_in_order, *given, each.run.train)) for each in found]
 
 
 def short_run(run: RunConfig) -> RunConfig:
@@ -246,6 +245,8 @@ def _train_by_definition(
     count = plan.layout.replica_count if plan.replicas_step_independently else 1
 
     def train_with(rules: Any) -> Trajectory:
+        if _served(plan):  # in some order: that of a run is known after it
+            return train_in_order(case, plan, validation, metrics, rules, rates, every)[0]
         trainees = trainees_of(case, plan, validation, in_microbatches, metrics)
         found = train_plainly(trainees.each, rules, rates, every, trainees.exchange)
         return replace(found, broken=(*trainees.broken, *case.faults()))
@@ -256,55 +257,40 @@ def _train_by_definition(
     ]
 
 
-# ---- runs of weft train --------------------------------------------------------------------------
+def _served(plan: Plan) -> bool:
+    return plan.replicas_step_independently and isinstance(plan.sync, AsyncServers)
 
 
-def _train(run: RunConfig, folder: Path, begin: Path | None = None) -> _Trained | str:
-    """Train in `folder`; from the first checkpoint of the run in `begin`, if it is given. What went
-    wrong, in its place."""
-    step = run.checkpoint.every
-    if begin is not None:
-        # the first replica's is the run's; where they are apart, each other one has its own
-        others = range(1, len(replica_ranks(run)))
-        for kept in ("", *(f"replica-{number}" for number in others)):
-            saved = checkpoint_path(begin / CHECKPOINTS / kept, step)
-            if not saved.exists():
-                whose = f" of {kept}" if kept else ""
-                return f"has no checkpoint{whose} of step {step}"
-            shutil.copytree(saved, folder / saved.relative_to(begin))
-    try:
-        _run_ranks(run, _quietly, run.model_copy(update={"output": str(folder)}), bool(begin))
-    except WorkerDied as error:
-        return f"does not run: {error.report.strip().splitlines()[-1]} (rank {error.rank})"
-    lines: dict[int, dict[str, float]] = {}
-    for text in (folder / METRICS).read_text(encoding="utf-8").splitlines():
-        line = json.loads(text)
-        lines.setdefault(line["step"], {}).update(_numbers_of(line))
-    contents = read_index(folder / CHECKPOINTS)
-    with CheckpointReader(checkpoint_path(folder / CHECKPOINTS, contents.step), contents) as reader:
-        tensors = {name: reader.read_tensor(name) for name in contents.tensors}
-    return _Trained(lines, tensors, contents.scalars)
+def _in_order(
+    case: Case,
+    run: RunConfig,
+    validation: Sequence[Batch],
+    metrics: Mapping[str, Loss],
+    layout: str,
+    rules: TrainConfig,
+    orders: list[UpdateOrder],
+    begun: ServedState | None,
+) -> tuple[Trajectory, ServedState]:
+    """What one device does in the order of a run that has ended, in a process of its own."""
+    given = case, run, validation, metrics, layout, rules, orders, begun
+    found: tuple[Trajectory, ServedState] = run_workers(_train_in_order, 1, *given)[0]
+    return found
 
 
-def _numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """Those of a line of metrics.jsonl that one device has too."""
-    kept = {k: v for k, v in line.items() if k in (*KEYS, *OF_EXPERTS) or k.startswith("val_")}
-    return kept | tokens_by_expert(line.get("tokens_per_expert", {}))
-
-
-def _run_ranks(run: RunConfig, function: Callable[..., Any], *args: Any) -> None:
-    """In the processes that `weft train` would start. Raises WorkerDied."""
-    replicas = replica_ranks(run)
-    if replicas:
-        run_replicas(function, replicas, *args, all_needed=True)
-    else:
-        run_workers(function, run.world, *args)
-
-
-def _quietly(run: RunConfig, resume: bool) -> None:
-    said = io.StringIO()
-    with Float64Mode(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        train(run, resume)
+def _train_in_order(
+    case: Case,
+    run: RunConfig,
+    validation: Sequence[Batch],
+    metrics: Mapping[str, Loss],
+    layout: str,
+    rules: TrainConfig,
+    orders: list[UpdateOrder],
+    begun: ServedState | None,
+) -> tuple[Trajectory, ServedState]:
+    plan, every = case.lay(case.model(), layout), run.checkpoint.every
+    given = case, plan, validation, metrics, rules, defined_rates(run), every, orders, begun
+    found, saved = train_in_order(*given)
+    return replace(found, broken=(*found.broken, *case.faults())), saved
 
 
 # ---- what is compared ----------------------------------------------------------------------------
@@ -314,16 +300,26 @@ def training_proofs(defined: TrainingDefinition, layout: str, folder: Path) -> l
     """That a run on a layout does what one device does, and so does one that goes on from its
     checkpoint. The runs are in `folder`."""
     run = on_own_layout(defined.run, layout)
-    whole = _train(run, folder / "whole")
-    proofs = [_proof(f"{run.train.steps} steps", whole, defined.trajectory)]
-    proofs += _exercised(run, defined.trajectory)
+    whole, wanted = train_in(run, folder / "whole"), defined.trajectory
+    saved, note = None, ""
+    if defined.in_order is not None and isinstance(whole, TrainedRun):
+        wanted, saved = defined.in_order(whole.orders, None)
+        note = IN_ORDER
+    proofs = [_proof(f"{run.train.steps} steps", whole, wanted, note=note)]
+    proofs += _exercised(run, wanted)
     if defined.replicas > 1:
         options = ", ".join(f"{key} {value}" for key, value in run.sync.arguments.items())
         what = f"{defined.replicas}, by {run.sync.name}{f', {options}' if options else ''}"
         proofs.append(Proof("replicas", what))
-    if isinstance(whole, _Trained):
-        again = _train(run, folder / "again", folder / "whole")
-        proofs.append(_same_proof(f"resumed at {defined.step}", again, whole, defined.step))
+    if isinstance(whole, TrainedRun):
+        again = train_in(run, folder / "again", folder / "whole")
+        resumed = f"resumed at {defined.step}"
+        if defined.in_order is None:
+            proofs.append(_same_proof(resumed, again, whole, defined.step))
+        else:  # another order
+            if isinstance(again, TrainedRun):
+                wanted, _ = defined.in_order(again.orders, saved)
+            proofs.append(_proof(resumed, again, wanted, defined.step, IN_ORDER))
     return proofs
 
 
@@ -338,7 +334,7 @@ def other_layout_proofs(
     here, there = (on_own_layout(defined.run, each) for each in (layout, each_alone))
     if here.layout == there.layout:
         return []
-    _train(there, folder / "apart")
+    train_in(there, folder / "apart")
     return _resumed(defined, layout, each_alone, folder / "whole", folder / "apart")
 
 
@@ -351,7 +347,7 @@ def _resumed(
     for note, on, begin in (("on", other, whole), ("from", layout, theirs)):
         if checkpoint_path(begin / CHECKPOINTS, step).exists():
             run = on_own_layout(defined.run, on)
-            again = _train(run, whole.parent / note, begin)
+            again = train_in(run, whole.parent / note, begin)
             of = f"{note} {other}: "
             found.append(_proof(f"resumed at {step}", again, defined.trajectory, step, of))
     return found
@@ -360,6 +356,7 @@ def _resumed(
 def _exercised(run: RunConfig, wanted: Trajectory) -> list[Proof]:
     """What happened in the steps."""
     t, found = run.train, list[Proof]()
+    happened = {name: name if name in wanted.happened else "" for name in HAPPENS}
     faults = rate_faults(run)
     shown = "; ".join(faults) or rate_text(run)
     found.append(Proof("learning rate", shown, not faults))
@@ -367,12 +364,13 @@ def _exercised(run: RunConfig, wanted: Trajectory) -> list[Proof]:
     found.append(Proof("laws", shown, not wanted.broken))
     if t.clip is not None:
         shown = f"{len(wanted.clipped)} of {t.steps} steps, at norm {t.clip:.4g}"
-        found.append(Proof("clipped", shown))
+        found.append(Proof("clipped", shown, happened=happened["clip"]))
     if t.skip is not None:
-        found.append(Proof("skipped", f"{wanted.skipped} steps, at {t.skip:.4g} times the median"))
+        shown = f"{wanted.skipped} steps, at {t.skip:.4g} times the median"
+        found.append(Proof("skipped", shown, happened=happened["skip"]))
     if t.rollback is not None:
         shown = f"{wanted.taken_back} times, at {t.rollback:.4g} times the median"
-        found.append(Proof("rolled back", shown))
+        found.append(Proof("rolled back", shown, happened=happened["rollback"]))
     if t.ema is not None:
         found.append(Proof("averaged", f"weights, {t.ema:.6g} of which stays in each step"))
     tokens = next(iter(wanted.lines.values()), {}).keys() - {*KEYS, *OF_EXPERTS}
@@ -388,7 +386,7 @@ def _exercised(run: RunConfig, wanted: Trajectory) -> list[Proof]:
 
 
 def _proof(
-    what: str, found: _Trained | str, wanted: Trajectory, after: int = 0, note: str = ""
+    what: str, found: TrainedRun | str, wanted: Trajectory, after: int = 0, note: str = ""
 ) -> Proof:
     """That a run did what one device does in the steps `after` one."""
     if isinstance(found, str):
@@ -434,7 +432,7 @@ def _shown(value: float | None) -> str:
     return "none" if value is None else f"{value:.9g}"
 
 
-def _same_proof(what: str, again: _Trained | str, whole: _Trained, after: int) -> Proof:
+def _same_proof(what: str, again: TrainedRun | str, whole: TrainedRun, after: int) -> Proof:
     """That a resumed run wrote the same bits as the run that was not interrupted."""
     if isinstance(again, str):
         return Proof(what, again, equal=False)

@@ -66,6 +66,16 @@ class Trajectory:
         self.validations = {n: value for n, value in self.validations.items() if n <= step}
         self.clipped = {n for n in self.clipped if n <= step}
 
+    def add(self, step: int, taken: Taken, rules: TrainConfig, rate: float) -> None:
+        """What a run writes of this step."""
+        self.clipped |= {step} if taken.clips else set()
+        line = {"lr": rate, **taken.experts, **({"skipped": 1} if taken.skipped else {})}
+        if not taken.skipped:
+            line["loss"] = taken.loss
+            if rules.clip is not None or rules.skip is not None:
+                line["grad_norm"] = taken.norm
+        self.lines[step] = line
+
     @property
     def skipped(self) -> int:
         """How many steps were not taken."""
@@ -129,9 +139,15 @@ class Trainee:
 
     def take(self, step: int, batch: int, factor: float, rules: TrainConfig) -> Taken:
         """A step of the samples of a `batch`. `factor`: of the learning rate."""
-        run = self.run
-        for group, rate in zip(run.optimizer.param_groups, self._rates, strict=True):
+        for group, rate in zip(self.run.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
+        taken = self.compute(step, batch, rules)
+        self.run.update(rules.clip if taken.clips else None, taken=not taken.skipped)
+        return taken
+
+    def compute(self, step: int, batch: int, rules: TrainConfig) -> Taken:
+        """The gradients of a step, before they are clipped."""
+        run = self.run
         loss, weight = run.gradients(step, self.case.whole_batch_of(batch))
         experts = numbers_of_experts(run.experts.tokens)
         if experts and run.gate_loss:
@@ -143,7 +159,6 @@ class Trainee:
         skipped = self.times > (rules.skip or inf)
         self.norms += [] if skipped else [norm]
         clips = not skipped and rules.clip is not None and norm > rules.clip
-        run.update(rules.clip if clips else None, taken=not skipped)
         return Taken(loss, norm, skipped, clips, experts)
 
 
@@ -176,9 +191,9 @@ def train_plainly(
     last_loss: float | None = None
     while step < rules.steps:
         factor = rates(step)
-        taken = [each.take(step, step + passed, factor, rules) for each in trainees]
-        loss, norm, skipped, clips, experts = taken[0]
-        found.grad_norms.append(norm)
+        taken, *_ = [each.take(step, step + passed, factor, rules) for each in trainees]
+        loss, skipped = taken.loss, taken.skipped
+        found.grad_norms.append(taken.norm)
         found.norm_times.append(first.times)
         step += 1
         if exchange is not None:
@@ -198,25 +213,15 @@ def train_plainly(
                 found.go_back(back)
                 continue
             losses.append(loss)
-        found.clipped |= {step} if clips else set()
         last_loss = last_loss if skipped else loss
-        found.lines[step] = {
-            **({} if last_loss is None else {"loss": last_loss}),
-            "lr": float(run.optimizer.defaults["lr"]) * factor,
-            **({"skipped": 1} if skipped else {}),
-            **({"batches_left_out": passed} if passed else {}),
-            **experts,
-        }
-        if not skipped and (rules.clip is not None or rules.skip is not None):
-            found.lines[step]["grad_norm"] = norm
+        found.add(step, taken, rules, float(run.optimizer.defaults["lr"]) * factor)
+        found.lines[step] |= {"batches_left_out": passed} if passed else {}
+        if skipped and last_loss is not None:
+            found.lines[step]["loss"] = last_loss
         last = step == rules.steps
-        if rules.eval_every and (last or step % rules.eval_every == 0):
+        if validates(rules, step):
             with averages.in_place() if rules.ema is not None else nullcontext():
-                sums = [each.run.evaluate(each.validation, each.metrics) for each in trainees]
-            for name in sums[0]:
-                total, weight = (sum(one[name][part] for one in sums) for part in (0, 1))
-                if weight:  # what never counts has no mean
-                    found.validations.setdefault(step, {})[f"val_{name}"] = total / weight
+                found.validations[step] = validation_of(trainees)
         if step % save_every == 0 and not last:
             kept, times_back = (step, _state_of(run, averages, first.norms, losses)), 0
     found.final = final_state(run.model, [run.optimizer], run.params)
@@ -226,6 +231,22 @@ def train_plainly(
     found.norms = first.norms if rules.skip is not None else []
     found.losses = losses if rules.rollback is not None else []
     found.weights, found.noise = frozenset(run.params), first.noise.masks()
+    return found
+
+
+def validates(rules: TrainConfig, step: int) -> bool:
+    """Whether a run validates after this step."""
+    return bool(rules.eval_every) and (step == rules.steps or step % rules.eval_every == 0)
+
+
+def validation_of(trainees: Sequence[Trainee]) -> Line:
+    """What a run writes of a validation: means over what each of these has of it."""
+    sums = [each.run.evaluate(each.validation, each.metrics) for each in trainees]
+    found = {}
+    for name in sums[0]:
+        total, weight = (sum(one[name][part] for one in sums) for part in (0, 1))
+        if weight:  # what never counts has no mean
+            found[f"val_{name}"] = total / weight
     return found
 
 

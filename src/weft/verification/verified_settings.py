@@ -38,17 +38,22 @@ def exact_sync(sync: SyncConfig) -> SyncConfig:
 
 
 def deep_sync(sync: SyncConfig) -> SyncConfig:
-    """The synchroniser that `--deep` trains with: an exact one; where replicas exchange weights,
-    their own, with a period that a short run has twice."""
+    """The synchroniser that `--deep` trains with: the run's, with gradients as they are; where
+    replicas exchange weights, with a period that a short run has twice."""
     made = make_sync(sync.name, sync.codec, **sync.arguments)
     if not isinstance(made, LocalSteps):
-        return exact_sync(sync)
+        return sync.model_copy(update={"codec": "identity"})
     changed = {
         key: getattr(shortened(made), key)
         for key in ("period", "fragments", "delay")
         if getattr(shortened(made), key) != getattr(made, key)
     }
     return SyncConfig(name=sync.name, codec="identity", **{**sync.arguments, **changed})
+
+
+def is_asynchronous(sync: SyncConfig) -> bool:
+    """Whether servers take gradients as they arrive."""
+    return make_sync(sync.name, sync.codec, **sync.arguments).asynchronous
 
 
 def check_precision(precision: str, float8: bool) -> None:

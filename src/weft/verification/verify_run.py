@@ -183,8 +183,10 @@ class _Batches:
         """What is wrong with the order in which the loader takes samples."""
         held, train = self.held(), self.run.train
         if isinstance(held, Stream):
-            return place_faults(partial(shuffled_places, train.seed))
-        found, pool = order_faults(self._order(), len(held), train.batch), self._pool
+            return place_faults(partial(shuffled_places, train.seed), train.seed)
+        pool = self._pool
+        seed = None if pool else train.seed
+        found = order_faults(self._order(), len(held), train.batch, seed=seed)
         if pool:
             orders = self._order(), self._order(grouped=False)
             found += grouping_faults(*orders, lengths_of(held), train.batch, pool)

@@ -43,8 +43,9 @@ EVER = timedelta(
 )  # silence of a worker is timed by its server, and not by what connects them
 PUSH, DONE, STATE, FINAL, BYE = range(5)  # what a worker asks for
 
-# (whether a worker's gradient was applied, or else it was given the weights of then; the worker)
-UpdateOrder = list[tuple[bool, int]]
+# what a server did ("applied" a gradient, "gave" weights, "showed" weights and optimizer state to
+# who saves them), and for which worker
+UpdateOrder = list[tuple[str, int]]
 Optimizers = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
@@ -164,7 +165,7 @@ class ParameterServer:
             elif kind in (STATE, FINAL):
                 if kind == FINAL:
                     self.idle()
-                self._give(group)
+                self._give(worker, group)
             else:
                 return
 
@@ -213,7 +214,7 @@ class ParameterServer:
             self._optimizer.zero_grad()
             self._keep_counts()
             if self._order is not None:
-                self._order.append((True, worker))
+                self._order.append(("applied", worker))
             behind = max(self._given.get(w, 0) for w in self._clocks) - self._given[worker]
             self._clocks[worker] += 1
             self._release((worker, ticket))
@@ -257,7 +258,7 @@ class ParameterServer:
             self._given[key[0]] = self._clocks.get(key[0], self._last)
             self._ready[key] = self._given[key[0]], flat
             if self._order is not None:
-                self._order.append((False, key[0]))
+                self._order.append(("gave", key[0]))
         self._changed.notify_all()
 
     def _may_go_on(self, worker: int) -> bool:
@@ -269,8 +270,10 @@ class ParameterServer:
 
     # ---- checkpoints and the end -----------------------------------------------------------------
 
-    def _give(self, group: dist.ProcessGroup) -> None:
+    def _give(self, worker: int, group: dist.ProcessGroup) -> None:
         with self._changed:
+            if self._order is not None:
+                self._order.append(("showed", worker))
             states = {
                 name: {
                     key: value

@@ -11,10 +11,15 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from math import log, sqrt
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from .counter_random import bits_of
+
 SURPRISE = 36.0  # -log of the probability that chance breaks a law
+SPOTS = 16  # elements of a mask whose bits are looked at, at least
+MASK_BITS = 31
 FIRST = 64  # numbers of a draw, by which it is told from others, however many each has
 _LOG_OF_VALUES = log(2**8)  # of the fewest values that a number may have: those of bfloat16
 
@@ -47,6 +52,24 @@ class DrawLaws:
                 self._break(f"dropout {call} drops the same elements of two samples")
         if n * same > SURPRISE:
             self._once(keep, step, f"dropout {call}")
+
+    def key(self, drawn: int, defined: int, what: str) -> None:
+        """The key of a call, of which its bits follow."""
+        if drawn != defined:
+            self._break(
+                f"a draw of {what} has another key than its seed, step, place and call give"
+            )
+
+    def mask_bits(
+        self, keep: Tensor, p: float, key: int, samples: Sequence[int], call: str
+    ) -> None:
+        """Some elements of a mask whose first dim counts `samples`, by the bits that each has."""
+        for flat in range(0, keep.numel(), max(1, keep.numel() // SPOTS)):
+            at = [int(n) for n in np.unravel_index(flat, keep.shape)]
+            bits = bits_of(key, [samples[at[0]], *at[1:]], keep.shape) & 2**MASK_BITS - 1
+            if bool(keep[tuple(at)]) != (bits >= int(p * 2**MASK_BITS)):
+                self._break(f"dropout {call} draws other bits than those of its key and samples")
+                return
 
     def numbers(
         self,

@@ -4,6 +4,7 @@ and attention and what a gate asks of all tokens by their definitions."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -29,6 +30,7 @@ from weft.nn import (
 from weft.parallel import checkpointed_dropout
 
 from .attention import attend, mask_of_documents
+from .counter_random import key_of_call
 from .distributions import distribution_of
 from .draw_laws import DrawLaws
 from .experts import choices_with_room, shares_of_choices
@@ -62,6 +64,7 @@ class PlainFunctions(TorchFunctionMode):
         self.seen, self.asked = seen or (lambda *tensors: None), asked or (lambda *what: None)
         self.added: list[Tensor] = []  # losses of gates, to be added to what is minimised
         self._calls = 0
+        self._draws = Counter[int]()  # of this microbatch, by place in the program
 
     @contextmanager
     def active(self) -> Iterator[PlainFunctions]:
@@ -169,7 +172,15 @@ class PlainFunctions(TorchFunctionMode):
         """The key of this call. What torch.utils.checkpoint runs again has no mode around it."""
         if in_checkpoint():
             raise checkpointed_dropout(what)
-        return self.randomness.site()
+        place, site = self.randomness.place, self.randomness.site()
+        self._draws[place] += 1
+        self.laws.key(int(site), self._key(place), str(what))
+        return site
+
+    def _key(self, place: int, part: int = 0) -> int:
+        """That of the last call at this place."""
+        at = self.randomness.seed, self.randomness.step, place, self._draws[place]
+        return key_of_call(*at, part)
 
     def _dropped(self, x: Tensor, p: float, site: Tensor) -> Tensor:
         """Srivastava et al. 2014, with what is kept divided by its probability."""
@@ -192,7 +203,11 @@ class PlainFunctions(TorchFunctionMode):
         dim = None if shared else self.randomness.sample_dim(shape)
         if dim is not None and (not shape or shape[dim] != samples):
             dim = None  # samples and positions are in one dim, or nothing is a sample's
-        self.laws.mask(keep, p, self.randomness.step, self._name(), dim)
+        name = self._name()
+        self.laws.mask(keep, p, self.randomness.step, name, dim)
+        if dim == 0:
+            key, rows = self._key(self.randomness.place), self.randomness.samples.tolist()
+            self.laws.mask_bits(keep, p, key, rows, name)
         return keep
 
     def _numbers(self, func: Callable, args: tuple, kwargs: dict) -> Tensor:

@@ -9,8 +9,10 @@ from typing import Any
 from torch import nn
 
 from weft.core import Plan
-from weft.nn import Randomness, place_of
+from weft.nn import Randomness
 from weft.parallel import own_forward, set_own_forward
+
+from .counter_random import place_of_module
 
 
 def name_places(model: nn.Module, plan: Plan, randomness: Randomness) -> None:
@@ -24,7 +26,7 @@ def name_places(model: nn.Module, plan: Plan, randomness: Randomness) -> None:
 def _counted(forward: Callable[..., Any], name: str, randomness: Randomness) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         outside = randomness.place, randomness.calls
-        randomness.move_to(place_of(name, randomness.call_of(name)))
+        randomness.move_to(place_of_module(name, randomness.call_of(name)))
         found = forward(*args, **kwargs)
         randomness.move_to(*outside)
         return found

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, pairwise
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -77,12 +78,14 @@ def streamed_batch_of(
         number += 1
 
 
-def place_faults(places: Callable[[int, int, int], Sequence[int]]) -> list[str]:
+def place_faults(places: Callable[[int, int, int], Sequence[int]], seed: int) -> list[str]:
     """What is wrong with the orders of blocks of a stream, by pass, block and size."""
     found, blocks = list[str](), [(number, block) for number in range(2) for block in range(2)]
     for size in (1, 7, 64):
         if any(sorted(places(*block, size)) != list(range(size)) for block in blocks):
             found.append(f"the order of {size} samples of a stream has not each of them once")
+    if any([*places(*block, 64)] != _shuffled([seed, *block], 64) for block in blocks):
+        found.append("a block of a stream has another order than that of its seed and numbers")
     orders = {tuple(places(*block, 64)) for block in blocks}
     if len(orders) < len(blocks):
         found.append("two blocks of a stream have the same order")
@@ -146,8 +149,18 @@ def grouping_faults(
     return found
 
 
+def _shuffled(of: Sequence[int], samples: int) -> list[int]:
+    """A shuffled order: numpy's permutation from the seed and the numbers that it is `of`."""
+    order: list[int] = np.random.default_rng(of).permutation(samples).tolist()
+    return order
+
+
 def order_faults(
-    indices: Callable[[int], Sequence[int]], samples: int, batch: int, shuffled: bool = True
+    indices: Callable[[int], Sequence[int]],
+    samples: int,
+    batch: int,
+    shuffled: bool = True,
+    seed: int | None = None,
 ) -> list[str]:
     """What is wrong with the order of samples in the first three epochs.
 
@@ -156,6 +169,7 @@ def order_faults(
         samples: how many the dataset has.
         batch: samples of a global batch.
         shuffled: whether each epoch has an order of its own.
+        seed: of which that follows; None: of anything.
     """
     found, steps = list[str](), max(1, min(samples, MOST) // batch)
     whole = samples // batch  # steps of an epoch; what is left over is in none
@@ -171,6 +185,8 @@ def order_faults(
             found.append(f"epoch {epoch} has a sample that the dataset does not have")
         if len(set(order)) != len(order):
             found.append(f"epoch {epoch} has a sample twice")
+        if seed is not None and order != _shuffled([seed, epoch], samples)[: len(order)]:
+            found.append(f"epoch {epoch} has another order than that of its seed and number")
         epochs.append(order)
     if shuffled and batch * steps > 20:  # 20! orders: none comes twice by chance
         if any(one == other for one, other in pairwise(epochs)):

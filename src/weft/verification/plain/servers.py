@@ -5,7 +5,10 @@ was further ahead than the bound of staleness is a law (Ho et al. 2013)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,27 +17,60 @@ from weft.engine import Optimizers
 from .parameter_groups import plain_optimizer
 
 Weights = dict[str, Tensor]
-Order = Sequence[tuple[bool, int]]  # (a gradient of this worker was applied, or it got weights)
+# ("applied" a gradient of this worker, "gave" it weights, "showed" it what is saved)
+Order = Sequence[tuple[str, int]]
+
+
+@dataclass
+class ServedState:
+    """Weights, and what an optimizer keeps of each, by name; after how many steps of who saves, and
+    its buffers."""
+
+    weights: Weights
+    state: dict[str, dict[str, Any]]
+    step: int = 0
+    buffers: Weights = field(default_factory=dict)
+
+    def named_state(self) -> dict[str, Tensor]:
+        """The tensors of the state, by the names that a checkpoint has."""
+        return {
+            f"optimizer/{name}/{key}": value
+            for name, kept in self.state.items()
+            for key, value in kept.items()
+            if isinstance(value, Tensor)
+        }
 
 
 class PlainServer:
-    """One server of these weights. `order`: of what happened. `workers`: how many there are, by
-    which the learning rate is divided. `sent(worker, gradients)`: what arrives of gradients."""
+    """One server.
+
+    Args:
+        begun: its weights, and what the optimizer has kept of them already.
+        optimizer: makes an optimizer of (name, weight).
+        order: of what happened.
+        workers: how many there are, by which the learning rate is divided.
+        sent: what arrives of a worker's gradients: (worker, gradients) -> gradients.
+        factor: of the learning rate, of a worker's n-th gradient, the first of which is 0.
+    """
 
     def __init__(
         self,
-        weights: Mapping[str, Tensor],
+        begun: ServedState,
         optimizer: Optimizers,
         order: Order,
         workers: int,
         sent: Callable[[int, Mapping[str, Tensor]], Mapping[str, Tensor]],
+        factor: Callable[[int], float] = lambda n: 1.0,
     ):
-        self.params = {name: nn.Parameter(value.clone()) for name, value in weights.items()}
+        self.params = {name: nn.Parameter(value.clone()) for name, value in begun.weights.items()}
         self.optimizer = plain_optimizer(optimizer, list(self.params.items()))
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["lr"] / workers
+        for name, state in begun.state.items():
+            self.optimizer.state[self.params[name]] = copy.deepcopy(state)
+        self._rates = [group["lr"] / workers for group in self.optimizer.param_groups]
+        self._factor = factor
         self._order, self._next, self._sent = order, 0, sent
         self.given: list[list[Weights]] = [[] for _ in range(workers)]  # of each worker, in turn
+        self.shown: list[ServedState] = []
         self.applied = [0] * workers
 
     def go_on(self, pushed: Sequence[Sequence[Mapping[str, Tensor]]]) -> bool:
@@ -42,8 +78,8 @@ class PlainServer:
         anything was done."""
         before = self._next
         while self._next < len(self._order):
-            applies, worker = self._order[self._next]
-            if applies:
+            what, worker = self._order[self._next]
+            if what == "applied":
                 if self.applied[worker] == len(pushed[worker]):
                     break
                 gradients = pushed[worker][self.applied[worker]]
@@ -51,23 +87,44 @@ class PlainServer:
                 arrived = self._sent(worker, own)
                 for name, p in self.params.items():
                     p.grad = arrived[name].clone() if name in own else None
+                factor = self._factor(self.applied[worker])
+                for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+                    group["lr"] = rate * factor
                 self.optimizer.step()
                 self.applied[worker] += 1
+            elif what == "gave":
+                self.given[worker].append(self.now().weights)
             else:
-                now = {name: p.detach().clone() for name, p in self.params.items()}
-                self.given[worker].append(now)
+                self.shown.append(self.now())
             self._next += 1
         return self._next > before
 
-    def state(self) -> Iterator[tuple[str, str, Tensor]]:
-        """(weight, what, tensor) of the optimizer's state."""
-        for name, p in self.params.items():
-            for key, value in self.optimizer.state.get(p, {}).items():
-                if isinstance(value, Tensor):
-                    yield name, key, value
+    def now(self) -> ServedState:
+        """What it has."""
+        weights = {name: p.detach().clone() for name, p in self.params.items()}
+        kept = {name: self.optimizer.state.get(p, {}) for name, p in self.params.items()}
+        return ServedState(
+            weights, copy.deepcopy({name: state for name, state in kept.items() if state})
+        )
 
 
-def order_faults(order: Order, workers: int, steps: int, staleness: int | None) -> list[str]:
+def order_in_turns(workers: int, steps: int, shows: Callable[[int], bool]) -> list[tuple[str, int]]:
+    """An order in which all take a step after the other. `shows`: after which steps the first of
+    them saves."""
+    order = [("gave", worker) for worker in range(workers)]
+    for step in range(1, steps + 1):
+        for worker in range(workers):
+            order += [("applied", worker), ("gave", worker)]
+            order += [("showed", 0)] if worker == 0 and step < steps and shows(step) else []
+    return [*order, ("showed", 0)] if shows(steps) else order
+
+
+_OFTEN = "seldom", "often"
+
+
+def order_faults(
+    order: Order, workers: int, steps: int, staleness: int | None, shown: int
+) -> list[str]:
     """What of an order of updates no server may do.
 
     Args:
@@ -75,10 +132,17 @@ def order_faults(order: Order, workers: int, steps: int, staleness: int | None) 
         workers: how many there are.
         steps: that each of them takes.
         staleness: steps that a worker may be ahead of the slowest; None: any number.
+        shown: how many times the first worker saves what servers have.
     """
     found: dict[str, None] = {}
     clocks, waits = [0] * workers, [True] * workers
-    for applies, worker in order:
+    for what, worker in order:
+        applies = what == "applied"
+        if what == "showed":
+            shown -= 1
+            if waits[worker] or worker:
+                found[f"worker {worker} saves, and has not got weights"] = None
+            continue
         if applies == waits[worker]:
             found[f"worker {worker} pushes, and gets weights, not in turn"] = None
         waits[worker] = applies
@@ -90,4 +154,6 @@ def order_faults(order: Order, workers: int, steps: int, staleness: int | None) 
     for worker, clock in enumerate(clocks):
         if clock != steps:
             found[f"{clock} of the {steps} gradients of worker {worker} were applied"] = None
+    if shown:
+        found[f"the first worker saves {abs(shown)} times too {_OFTEN[shown < 0]}"] = None
     return list(found)
