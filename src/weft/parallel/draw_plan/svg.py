@@ -33,14 +33,14 @@ MOVED = "#d5c7f0"  # of what is exchanged
 
 def plan_svg(rows: PlanRows) -> str:
     """One standalone image. Read from top to bottom it is the way of a forward."""
-    page = _Page(rows)
+    page = _PlanPage(rows)
     body = [*page.draw()]
     said = ". ".join(in_words(row) for panel in rows.panels for row in panel.rows)
     title = f"What each rank holds, and where ranks exchange: {rows.head()}"
     return svg_image(page.width, page.height, body, title, said)
 
 
-class _Page:
+class _PlanPage:
     """Where things stand."""
 
     def __init__(self, rows: PlanRows):

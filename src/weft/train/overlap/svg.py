@@ -30,7 +30,7 @@ INK, GREY = "#222222", "#555555"
 
 def overlap_svg(step: ProfiledStep) -> str:
     """One standalone image. A tooltip says from when to when."""
-    page = _Page(step)
+    page = _OverlapPage(step)
     said = ". ".join(
         f"rank {number}, {comm_line(rank, label)}"
         for number, rank in enumerate(step.ranks)
@@ -40,7 +40,7 @@ def overlap_svg(step: ProfiledStep) -> str:
     return svg_image(page.width, page.height, page.draw(), title, said)
 
 
-class _Page:
+class _OverlapPage:
     """Where things stand."""
 
     def __init__(self, step: ProfiledStep):
