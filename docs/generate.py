@@ -50,6 +50,14 @@ IMAGES = {
     "images/collective-hierarchical.svg": (
         "draw --collective ring --collective hierarchical --local 2 --bandwidth 300e9,25e9"
     ),
+    "images/tensor-parallel.svg": (
+        "draw --plan examples/quickstart.toml --layout tp2 --set model.layers=2"
+    ),
+    "images/sequence-parallel.svg": (
+        "draw --plan examples/quickstart.toml --layout tp2+sequence --set model.layers=2"
+    ),
+    # of a run, whose commands are on docs/systems/ddp.md
+    "images/ddp-overlap.svg": "draw --profile docs/profiles/dp2.json",
     "images/memory.svg": (
         "plan examples/quickstart.toml --cluster h100x8 --max-memory 4 --set model.dim=1024"
         " --set model.layers=16 --set model.heads=16 --set model.kv_heads=8 --set train.batch=64"

@@ -15,7 +15,8 @@ refresh = load_script("refresh")
 # Read first: what starts ranks or simulates large clusters runs on these pages always, on all with
 # --pages.
 FIRST = ("README.md", "docs/start.md", "docs/tutorial.md")
-QUICK = r"^weft (plan|draw|launch slurm|launch kubernetes) "
+# to draw a profile takes the run before it
+QUICK = r"^weft (plan|draw(?! --profile)|launch slurm|launch kubernetes) "
 ALL = sorted({ROOT / "README.md", *(ROOT / "docs").rglob("*.md")})
 PAGES = [page for page in ALL if not page.name.endswith((".zh.md", ".zh-CN.md"))]
 

@@ -15,6 +15,7 @@ from tests.train.test_trainer import make
 from weft.cli.app import app
 from weft.core.errors import ConfigError
 from weft.launch.local_workers import Pool
+from weft.train.overlap.profiled_step import read_profile, total_s
 from weft.train.step_profiler import rank_events
 from weft.train.trainer import train
 
@@ -56,6 +57,14 @@ def test_the_trace_has_all_ranks_and_their_communication(
         begun = {e["name"] for e in own if e.get("cat") == "communication" and e["ph"] == "b"}
         assert messages <= begun, begun
         assert all(e["ts"] >= 0 for e in own if "ts" in e and e.get("cat") != "stages")
+    read = read_profile(Path(run.output) / "profile.json")
+    assert (read.number, len(read.ranks)) == (4, 2)
+    for own_times in read.ranks:
+        assert 0 < total_s(own_times.computing) < read.stop_s
+        for label, spans in own_times.comms.items():
+            assert 0 <= own_times.overlapped_s(label) <= own_times.comm_s(label) <= read.stop_s
+            assert own_times.comm_s(label) <= total_s(spans) + 1e-9
+    assert messages <= {label for own_times in read.ranks for label in own_times.comms}
     arrows = [e["id"] for e in events if e["ph"] == "s"]
     assert len(arrows) == len(set(arrows))
 

@@ -1,8 +1,8 @@
-"""`weft draw`: draw pipeline schedules, or collectives step by step."""
+"""`weft draw`: draw pipeline schedules, collectives, what each rank holds, or a profiled step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -10,8 +10,9 @@ import typer
 
 from weft.core import ConfigError
 
-from .options import exit_codes, key_values
+from .options import LayoutOption, NoCode, exit_codes, key_values, load
 
+# Options that one kind of picture has; --out and --json are of all.
 OF_SCHEDULES = (
     "microbatches",
     "chunks",
@@ -24,6 +25,12 @@ OF_SCHEDULES = (
     "costs",
 )
 OF_COLLECTIVES = ("size", "bandwidth", "latency", "local")
+OWN_OPTIONS = {
+    "schedules": ("ranks", "settings", *OF_SCHEDULES),
+    "--collective": ("ranks", "settings", *OF_COLLECTIVES),
+    "--plan": ("layout", "settings", "no_code"),
+    "--profile": (),
+}
 
 
 def draw(
@@ -41,6 +48,27 @@ def draw(
             help="Draw a collective step by step instead, such as ring. Give several to compare.",
         ),
     ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN.toml",
+            help=(
+                "Draw what each rank holds of each weight instead, and where ranks exchange, under"
+                " a layout with tp."
+            ),
+        ),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PROFILE.json",
+            help=(
+                "Draw the last step of a run's profile instead: computing and communication side by"
+                " side, with the share that overlaps."
+            ),
+        ),
+    ] = None,
+    layout: LayoutOption = None,
     ranks: Annotated[
         int, typer.Option(help="Number of ranks of the pipeline or the collective.")
     ] = 4,
@@ -51,7 +79,9 @@ def draw(
     settings: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="OPTION=VALUE", help="Set an option of the schedules or collectives."
+            "--set",
+            metavar="OPTION=VALUE",
+            help="Set an option of the schedules or collectives, or a key of the run file.",
         ),
     ] = None,
     forward: Annotated[
@@ -114,21 +144,43 @@ def draw(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write .svg; of schedules also .json (Perfetto, chrome://tracing) or .csv.",
+            help=(
+                "Write .svg; of schedules also .json (Perfetto, chrome://tracing) or .csv; of a"
+                " profile also .json, which has only what is drawn."
+            ),
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    no_code: NoCode = False,
 ) -> None:
     """Simulate pipeline schedules, and draw them one under the other on one time axis; or draw
-    collectives step by step, with what each rank holds, bytes and time."""
+    collectives step by step, what each rank holds of a model, or what overlaps in a step."""
     with exit_codes():
-        if collective and schedules:
-            fix = "draw one after the other"
-            raise ConfigError("--collective", collective, "stands beside schedules", fix)
-        if not collective and not schedules:
-            fix = "name one, as in weft draw 1f1b, or give --collective ring"
-            raise ConfigError("SCHEDULE", "", "nothing to draw", fix)
-        _refuse_others(ctx, OF_SCHEDULES if collective else OF_COLLECTIVES)
+        _check_options(ctx, schedules=schedules, collective=collective, plan=plan, profile=profile)
+        if plan is not None:
+            from . import draw_plan
+
+            rows = draw_plan.make_rows(load(plan, settings, layout, no_code=no_code))
+            _show(
+                out,
+                as_json,
+                lambda path: draw_plan.write_plan(path, rows),
+                lambda: draw_plan.plan_figures(rows),
+                lambda: draw_plan.print_plan(rows),
+            )
+            return
+        if profile is not None:
+            from . import draw_overlap
+
+            step = draw_overlap.read_profile(profile)
+            _show(
+                out,
+                as_json,
+                lambda path: draw_overlap.write_overlap(path, profile),
+                lambda: draw_overlap.overlap_figures(step),
+                lambda: draw_overlap.print_overlap(step),
+            )
+            return
         options = key_values(settings, "servers=2" if collective else "chunks=2")
         if collective:
             from weft.collectives import Links
@@ -141,12 +193,13 @@ def draw(
                 local,
             )
             made = pictures.make_collectives(collective, ranks, size, links, options)
-            if out is not None:
-                pictures.write_collectives(out, made)
-            if as_json:
-                typer.echo(pictures.collective_figures(made))
-            elif out is None:
-                pictures.print_collectives(made)
+            _show(
+                out,
+                as_json,
+                lambda path: pictures.write_collectives(path, made),
+                lambda: pictures.collective_figures(made),
+                lambda: pictures.print_collectives(made),
+            )
             return
         from weft.core import ActionCosts
 
@@ -172,21 +225,49 @@ def draw(
 
                 known.register(resolve_callable(name, field="schedule"), name)
         drawn = draw_schedules.simulate_schedules(names, ranks, microbatches, options, seconds)
-        if out is not None:
-            draw_schedules.write_picture(out, drawn)
-        if as_json:
-            typer.echo(draw_schedules.schedule_figures(drawn))
-        elif out is None:
-            draw_schedules.print_picture(drawn)
+        _show(
+            out,
+            as_json,
+            lambda path: draw_schedules.write_picture(path, drawn),
+            lambda: draw_schedules.schedule_figures(drawn),
+            lambda: draw_schedules.print_picture(drawn),
+        )
 
 
-def _refuse_others(ctx: typer.Context, options: Sequence[str]) -> None:
-    """Raises ConfigError for an option that has no meaning here."""
-    for name in options:
+def _check_options(ctx: typer.Context, **things: object) -> None:
+    """Raises ConfigError unless one thing to draw is named, with options that are its own."""
+    named = {key if key == "schedules" else f"--{key}": v for key, v in things.items() if v}
+    if not named:
+        fix = "name one, as in weft draw 1f1b, or give --collective ring"
+        raise ConfigError("SCHEDULE", "", "nothing to draw", fix)
+    drawn, *others = named
+    if others:
+        fix, value = "draw one after the other", named[others[0]]
+        problem = f"stands beside {drawn}"
+        raise ConfigError(others[0], value if isinstance(value, list) else str(value), problem, fix)
+    for param in ctx.command.params:
+        name, owners = param.name or "", [k for k, own in OWN_OPTIONS.items() if param.name in own]
         source = ctx.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            what = "schedules" if name in OF_SCHEDULES else "--collective"
-            raise ConfigError(f"--{name}", ctx.params[name], f"is of {what} alone", "leave it out")
+        given = source is not None and source.name == "COMMANDLINE"
+        if given and owners and drawn not in owners:
+            problem = f"is of {' and '.join(owners)} alone"
+            raise ConfigError(param.opts[0], ctx.params[name], problem, "leave it out")
+
+
+def _show(
+    out: Path | None,
+    as_json: bool,
+    write: Callable[[Path], None],
+    figures: Callable[[], str],
+    show: Callable[[], None],
+) -> None:
+    """Write what --out names, and print the figures for --json; else the picture."""
+    if out is not None:
+        write(out)
+    if as_json:
+        typer.echo(figures())
+    elif out is None:
+        show()
 
 
 def _numbers(option: str, text: str) -> float | tuple[float, ...]:

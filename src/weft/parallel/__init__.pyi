@@ -29,6 +29,9 @@ from .direct_forward import (
     own_forward as own_forward,
     set_own_forward as set_own_forward,
 )
+from .draw_plan.rows import PlanRows as PlanRows, plan_rows as plan_rows
+from .draw_plan.svg import plan_svg as plan_svg
+from .draw_plan.text import plan_text as plan_text
 from .expert_dispatch import ExpertCommStats as ExpertCommStats
 from .gathered_units import choose_units as choose_units
 from .host_copies import CudaCopies as CudaCopies

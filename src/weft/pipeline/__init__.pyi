@@ -44,9 +44,12 @@ from .draw.print_picture import print_for_terminal as print_for_terminal
 from .draw.style import (
     bytes_text as bytes_text,
     ink as ink,
+    kind_name as kind_name,
     number_text as number_text,
     seconds_text as seconds_text,
+    shades as shades,
     share_text as share_text,
+    unit_of as unit_of,
     whole_step as whole_step,
 )
 from .draw.svg_image import svg_image as svg_image, svg_text as svg_text

@@ -60,6 +60,14 @@ from .metrics import (
     peak_memory_bytes as peak_memory_bytes,
 )
 from .named_callables import resolve_callable as resolve_callable
+from .overlap.profiled_step import (
+    ProfiledStep as ProfiledStep,
+    own_tracks as own_tracks,
+    read_profile as read_profile,
+    tracks_json as tracks_json,
+)
+from .overlap.svg import overlap_svg as overlap_svg
+from .overlap.text import overlap_text as overlap_text
 from .run_checks import (
     check_device as check_device,
     check_run as check_run,

@@ -1,8 +1,8 @@
 """`train.profile`: chosen steps under torch.profiler, all ranks in one trace.
 
-Each rank is a process of the trace, with its threads as torch.profiler has them. Two things are
-added: a thread with the actions of its stages, and a track for each kind of communication, from its
-start to its end, which overlaps with what runs meanwhile.
+Each rank is a process of the trace, with its threads as torch.profiler has them. Three things are
+added: a thread with the actions of its stages, one with the times in which it computes, and a track
+for each kind of communication, from its start to its end, which overlaps with what runs meanwhile.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from weft.core import PROFILE, replace_file
 from weft.engine import COMM_PREFIX, CommLabels, Engine, Span
 
 START = "weft: all ranks begin"
-STAGES, TRACK = "stages", "communication"
-GLOO, OVER, STEP = "gloo:", " over ", "step "
+STAGES, COMPUTES, TRACK = "stages", "computes", "communication"
+GLOO, OVER, STEP, OPERATOR = "gloo:", " over ", "step ", "aten::"
+BETWEEN_US = 100.0  # between two operators, in Python, at most: a longer gap is a wait
 Event = dict[str, Any]
 
 
@@ -125,6 +126,7 @@ def rank_events(
         {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}},
         _thread(rank, main, "main"),
         _thread(rank, STAGES, "stages"),
+        _thread(rank, COMPUTES, COMPUTES),
     ]
     for event in events:
         if event["ph"] == "M" or event["ts"] < zero:
@@ -136,6 +138,9 @@ def rank_events(
     for number, (label, start, stop) in enumerate([*_messages(found)]):
         common = {"cat": TRACK, "name": label, "pid": rank, "tid": main, "id": f"{rank}.c{number}"}
         found += [{**common, "ph": "b", "ts": start}, {**common, "ph": "e", "ts": stop}]
+    for start, stop in _computing(found):
+        common = {"cat": COMPUTES, "name": COMPUTES, "pid": rank, "tid": COMPUTES, "ph": "X"}
+        found.append({**common, "ts": start, "dur": stop - start})
     for span in spans:
         kind, stage, microbatch = span.action
         start, length = (span.start - zero_s) * 1e6, (span.stop - span.start) * 1e6
@@ -148,6 +153,22 @@ def rank_events(
 
 def _thread(rank: int, tid: int | str, name: str) -> Event:
     return {"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": name}}
+
+
+def _computing(events: Iterable[Event]) -> list[tuple[float, float]]:
+    """(start, stop) of what the device computes: its kernels that are not communication; on CPUs,
+    torch's operators."""
+    spans = [event for event in events if event["ph"] == "X"]
+    kernels = [e for e in spans if e.get("cat") == "kernel" and not _is_nccl_kernel(e)]
+    operators = [e for e in spans if e["name"].startswith(OPERATOR)]
+    found: list[tuple[float, float]] = []
+    for event in sorted(kernels or operators, key=_start):
+        start, stop = _start(event), _start(event) + event["dur"]
+        if found and start - found[-1][1] <= BETWEEN_US:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        else:
+            found.append((start, stop))
+    return found
 
 
 def _messages(events: list[Event]) -> Iterator[tuple[str, float, float]]:

@@ -32,6 +32,11 @@ def kind(label: Label) -> str:
     return label if isinstance(label, str) else label.kind
 
 
+def kind_name(of: str) -> str:
+    """The kind of an action in words, or the label itself."""
+    return NAMES.get(of, of)
+
+
 def shades(of: str, chunks: int) -> list[str]:
     """The colours of a kind, one for each of a rank's `chunks` stages: later ones are lighter."""
     red, green, blue = (int(COLOURS.get(of, OTHER)[i : i + 2], 16) for i in (1, 3, 5))

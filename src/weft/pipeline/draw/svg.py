@@ -249,7 +249,7 @@ def _legend(page: _Page, timelines: Labelled, top: float) -> Iterator[str]:
                 f'<rect x="{page.left + i * 20:.2f}" y="{y:.2f}" width="18" height="13"'
                 f' fill="{paint}"/>'
             )
-        named = look.NAMES.get(of, of)
+        named = look.kind_name(of)
         if of == "U" and look.updates(timelines):
             named += "; below it the version of the weights from then on"
             if any(timeline.versions for _, timeline in timelines):
