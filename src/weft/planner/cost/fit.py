@@ -58,7 +58,8 @@ def fit_era(
     `weights` of runs: equal, if left out. `toward` the start: the weight, against those, of a
     constant that lies a quarter of its bounds from it, so that what no run tells stays there
     (maximum a posteriori, with a normal prior of the logarithm). Nonlinear least squares with a
-    soft L1 loss, by scipy, an extra of weft's. Raises ConfigError for a name that is no constant, and without scipy.
+    soft L1 loss, by scipy, an extra of weft's. Raises ConfigError for a name that is no constant,
+    and without scipy.
     """
     unknown = next((name for name in names if name not in BOUNDS), None)
     if unknown is not None:

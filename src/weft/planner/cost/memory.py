@@ -429,9 +429,8 @@ def _rank(
             },
         ),
     )
-    update = _update_part(parts, stated, practice)
-    parts = (*parts, update)
-    return (*parts, _start_part(parts, whole_at_start(work, choices), resting, int8, practice))
+    trains = (*parts, _update_part(parts, stated, practice))
+    return (*trains, _start_part(trains, whole_at_start(work, choices), resting, int8, practice))
 
 
 def _update_part(
