@@ -186,7 +186,8 @@ def framework(row: Row) -> tuple[str, PrecisionPolicy]:
         )
     if "internevo" in name or "internlm" in name:
         # HybridZeroOptimizer: gradients are summed in bf16, beside the backward, and are cast to
-        # float32 for torch's AdamW, which for a moment holds two more copies
+        # float32 for torch 1.13's AdamW, whose ops read and write each on its own and for a moment
+        # hold two more copies
         return "megatron", replace(
             MIXED,
             compute="bf16",
@@ -196,6 +197,7 @@ def framework(row: Row) -> tuple[str, PrecisionPolicy]:
             added_bytes=6,
             overlaps=True,
             step_bytes=12,
+            update_bytes=108,
         )
     if "titan" in name:
         eager = compiled is False
@@ -419,7 +421,7 @@ def case(row: Row) -> Case:
         not flash and not model.gated,
         fused,
         eager=eager_parts(row, practice),
-        flash_version=1 if "flash_attentionv1" in (row.get("attn_kernel") or "") else 2,
+        flash_version=1 if re.search(r"flash\D*1\.", row.get("attn_kernel") or "") else 2,
         by_ops=text.startswith("selective-op"),
     )
     return Case(
