@@ -39,7 +39,7 @@ from weft.planner.cost.hardware import Cluster, Era, Hardware, named_sheet, shee
 from weft.planner.cost.layout_batch import LayoutBatch
 from weft.planner.cost.model_work import BlockWork, ModelWork
 from weft.planner.cost.precision_policy import PrecisionPolicy
-from weft.planner.cost.transformer_work import TransformerDims, transformer_work
+from weft.planner.cost.transformer_work import Eager, TransformerDims, transformer_work
 from weft.planner.search.constraints import STAGES
 
 HERE = Path(__file__).parent
@@ -83,6 +83,9 @@ FRAMEWORKS = (
     "bridge",
     "core",
     "transformerengine",
+    "aa-scaling",
+    "internevo",
+    "internlm",
     *XLA,
 )
 # Megatron-like mixed precision: 16-bit weights and gradients summed in 16 or 32 bits, float32
@@ -125,6 +128,8 @@ class Setting:
     dropout: bool
     fused: bool
     by_ops: bool
+    eager: tuple[Eager, ...] = ()
+    flash_version: int = 2
 
 
 @dataclass(frozen=True)
@@ -178,6 +183,21 @@ def framework(row: Row) -> tuple[str, PrecisionPolicy]:
     if "zero-3" in name and "deepspeed" in name:
         return "deepspeed", replace(
             MIXED, compute="fp16", grad_bytes=2, reduce_bytes=2, overlaps=True, messages=4
+        )
+    if "internevo" in name or "internlm" in name:
+        # HybridZeroOptimizer: gradients are summed in bf16, beside the backward, and are cast to
+        # float32 for torch 1.13's AdamW, whose ops read and write each on its own and for a moment
+        # hold two more copies
+        return "megatron", replace(
+            MIXED,
+            compute="bf16",
+            keeps_sent=True,
+            grad_bytes=2,
+            reduce_bytes=2,
+            added_bytes=6,
+            overlaps=True,
+            step_bytes=12,
+            update_bytes=108,
         )
     if "titan" in name:
         eager = compiled is False
@@ -238,6 +258,18 @@ def framework(row: Row) -> tuple[str, PrecisionPolicy]:
         scatters=True,
         keeps_sent=True,
     )
+    if "aa-scaling" in name:
+        # gradients are summed in bf16; the head gives all logits to each rank, whose loss is
+        # torch's, in float32 (Aleph Alpha's scaling)
+        return "megatron", replace(
+            plain,
+            grad_bytes=2,
+            reduce_bytes=2,
+            added_bytes=6,
+            scatters=False,
+            gathers_logits=True,
+            logit_bytes=18,
+        )
     if "deepspeed" in name or "neox" in name:
         plain = replace(plain, grad_bytes=2 if fp16 else 4, scatters=False)
         if row.get(
@@ -245,6 +277,18 @@ def framework(row: Row) -> tuple[str, PrecisionPolicy]:
         ):  # its optimizers copy their part of gradients in float32, in bf16 all that they sum
             plain = replace(plain, state_bytes=16) if fp16 else replace(plain, grad_bytes=6)
     return "megatron", plain
+
+
+def eager_parts(row: Row, practice: PrecisionPolicy) -> tuple[Eager, ...]:
+    """What goes op by op: norms and attention where a row says so, and a loss of all logits."""
+    kernel = (row.get("attn_kernel") or "").strip().lower()
+    parts: dict[Eager, bool] = {
+        "norms": "RMS kernel=N" in (row.get("notes") or ""),
+        "elementwise": "aa-scaling" in (row.get("framework") or "").lower(),
+        "softmax": kernel == "torch",
+        "loss": practice.gathers_logits,
+    }
+    return tuple(part for part, here in parts.items() if here)
 
 
 def by_xla(row: Row) -> bool:
@@ -374,8 +418,10 @@ def case(row: Row) -> Case:
         practice,
         practice.compute,
         flash,
-        not flash,
+        not flash and not model.gated,
         fused,
+        eager=eager_parts(row, practice),
+        flash_version=1 if re.search(r"flash\D*1\.", row.get("attn_kernel") or "") else 2,
         by_ops=text.startswith("selective-op"),
     )
     return Case(
@@ -496,6 +542,8 @@ def grouped(cases: Iterable[Case]) -> list[Group]:
             flash=setting.flash,
             dropout=setting.dropout,
             fused=setting.fused,
+            eager=setting.eager,
+            flash_version=setting.flash_version,
         )
         if setting.by_ops:
             model = _saved_by_ops(model, setting.dims)

@@ -261,6 +261,29 @@ def test_what_xla_lays_out_is_cut_over_the_axis_of_the_model(rows: Any) -> None:
     assert ["tp4+sequence" in str(one.layout) for one in (jax, other)] == [True, False]
 
 
+def test_what_software_does_op_by_op(rows: Any) -> None:
+    """Aleph Alpha's gives all logits to each rank of tp; norms are fused where a row says so."""
+    base = text({**GPT, "gated_mlp": "Y", "dtype": "bf16"})
+    mine = {**base, "framework": "AA-Scaling", "attn_kernel": "torch", "notes": "RMS kernel=N"}
+    assert rows.case(base).setting.eager == ()
+    found = rows.case(mine).setting
+    assert found.eager == ("norms", "elementwise", "softmax", "loss")
+    assert found.practice.gathers_logits and not found.practice.scatters
+    first = {**mine, "attn_kernel": "flash_attentionv1.0.8", "notes": "RMS kernel=Y"}
+    found = rows.case(first).setting
+    assert found.eager == ("elementwise", "loss")
+    assert (found.flash, found.flash_version) == (True, 1)
+    second = {**first, "attn_kernel": "flash_attention2"}
+    assert rows.case(second).setting.flash_version == 2
+
+
+@pytest.mark.parametrize("level", ["1", "3"])
+def test_internevo_is_one_software_at_each_level_of_zero(rows: Any, level: str) -> None:
+    row = text({**GPT, "dtype": "bf16", "framework": "InternEvo", "zero_stage": level})
+    found = rows.case(row).setting
+    assert (found.era, found.practice.step_bytes, found.practice.overlaps) == ("megatron", 12, True)
+
+
 def test_links_of_a_row(rows: Any) -> None:
     inner = [
         rows.hardware(text({**GPT, "accelerator": name})).tiers[0].bps

@@ -88,6 +88,11 @@ def _exchanges(at: CostInputs, block: BlockWork) -> dict[str, tuple[Array, Array
         # or gathered
         once = count * np.where(c.sequence, pair if block.repeated else whole + pair / 2, whole)
         found[axis] = (once * (ahead > 0), once * (back > 0))
+    head = ahead == 0 and back > 0
+    for axis in VOCABULARY_AXES if head and at.practice.gathers_logits else ():
+        logits = at.work.vocab * at.work.tokens * at.work.itemsize * at.samples
+        once, before = net.gather_s(logits, net.group(c, axis)), found.get(axis)
+        found[axis] = (once, before[1] if before else np.zeros(len(c)))
     share = at.samples / c.feature_ranks
     for axis in KEY_AXES if block.key_bytes else ():
         if (c.sizes[axis] > 1).any():

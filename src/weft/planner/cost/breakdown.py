@@ -43,6 +43,7 @@ class MemoryPart(StrEnum):
     SYNCHRONISER = "agreement"  # kept by a synchroniser or codec
     ACTIVATIONS = "activations"
     WORKING = "beside"  # logits, or temporaries of one backward
+    UPDATE = "update"  # what the optimizer's step needs above what a backward did
     START = "start"  # what is held before the first step, above all that training holds
 
 

@@ -13,6 +13,7 @@ from .layout_batch import Array, LayoutBatch
 from .model_work import BlockWork, Cut, OpWork
 from .precision_policy import PrecisionPolicy
 
+NEVER = 1e-2  # of waits, which is none
 VECTOR, TILE = 8, 64  # elements of a 16-bit dim that tensor cores need, and that they take best
 
 
@@ -163,14 +164,24 @@ def _fitting(op: OpWork, tp: Array, era: Era) -> Array:
                 np.minimum(share, era.uneven if ways is tp else 1.0),
                 share,
             )
-            share = np.where(width % (VECTOR * ways) > 0, np.minimum(share, era.ragged), share)
+            ragged = era.ragged if ways is tp else era.ragged_heads
+            share = np.where(width % (VECTOR * ways) > 0, np.minimum(share, ragged), share)
     return share
 
 
 def _host_paced(took: Array, floor: Array, era: Era) -> Array:
-    """Work that the host begins piece by piece: as long as the longer of both, or, where it waits,
-    as both."""
-    return np.maximum(took, floor) + era.waits * np.minimum(took, floor)
+    """Work that the host begins piece by piece, ahead of the device: as long as the longer of both,
+    and 1 + era.waits times that where they are equal, for then some kernels end before the next one
+    is there. What is much longer hides the other: their norm of order 1 / log2(1 + waits), which is
+    the maximum where nothing waits, and the sum where no launch is queued."""
+    longer, shorter = np.maximum(took, floor), np.minimum(took, floor)
+    if era.waits < NEVER:
+        return longer
+    order = 1 / np.log2(1 + era.waits)
+    if order == 1:
+        return longer + shorter
+    ratio = shorter / np.where(longer > 0, longer, 1.0)
+    return longer * (1 + ratio**order) ** (1 / order)
 
 
 def _split(backward: Array, weight: Array, floor: Array, era: Era) -> tuple[Array, Array]:

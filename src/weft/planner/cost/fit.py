@@ -19,6 +19,7 @@ BOUNDS = {
     "matmul_flops": (1e6, 1e10),
     "uneven": (0.3, 1.0),
     "ragged": (0.03, 1.0),
+    "ragged_heads": (0.03, 1.0),
     "attention": (0.2, 0.95),
     "attention_backward": (0.15, 0.95),
     "memory": (0.5, 0.95),
@@ -49,12 +50,16 @@ def fit_era(
     names: Sequence[str],
     weights: Sequence[float] | None = None,
     rounds: int = 20,
+    toward: float = 0.0,
 ) -> Era:
     """The era with which `predict` agrees best with what was `measured` of each run, seconds or
     bytes, where it is like `start` but for these constants.
 
-    `weights` of runs: equal, if left out. Nonlinear least squares with a soft L1 loss, by scipy, an
-    extra of weft's. Raises ConfigError for a name that is no constant, and without scipy.
+    `weights` of runs: equal, if left out. `toward` the start: the weight, against those, of a
+    constant that lies a quarter of its bounds from it, so that what no run tells stays there
+    (maximum a posteriori, with a normal prior of the logarithm). Nonlinear least squares with a
+    soft L1 loss, by scipy, an extra of weft's. Raises ConfigError for a name that is no constant,
+    and without scipy.
     """
     unknown = next((name for name in names if name not in BOUNDS), None)
     if unknown is not None:
@@ -77,9 +82,9 @@ def fit_era(
 
     def residuals(x: Array) -> Array:
         wrong = np.clip(np.log(predict(era(x))) - seen, -2, 2) / OUTLIER
-        return (
-            np.sqrt(2 * (np.sqrt(1 + wrong**2) - 1)) * share
-        )  # soft L1 of each, whatever its weight
+        # soft L1 of each, whatever its weight
+        loss = np.sqrt(2 * (np.sqrt(1 + wrong**2) - 1)) * share
+        return np.append(loss, np.sqrt(toward) * (x - first) / ((high - low) / 4))
 
     found = least_squares(residuals, first, bounds=(low, high), diff_step=0.005, max_nfev=rounds)
     return era(found.x)

@@ -50,6 +50,9 @@ class Era(TomlTable):
     )
     uneven: Share = Field(default=0.7, description="of that, where a width is no multiple of 64")
     ragged: Share = Field(default=0.35, description="of that, where it is no multiple of 8")
+    ragged_heads: Share = Field(
+        default=0.35, description="of that, where a head's width is no multiple of 8"
+    )
     eight: Share = Field(default=0.8, description="of that, where a matmul is in 8 bits")
     attention: Share = Field(default=0.5, description="of the peak, by a fused attention's forward")
     attention_backward: Share = Field(default=0.4, description="of the peak, by its backward")

@@ -2,7 +2,8 @@
 
 Weights, gradients and optimizer state after Rajbhandari et al. 2020 (ZeRO); activations of the
 microbatches in flight after Korthikanti et al. 2022, from what each op keeps; the loss's logits;
-what one backward needs beside; and what the start needs more than all of these.
+what one backward needs beside; what the optimizer's step needs in place of these last three; and
+what the start needs more than all of these.
 """
 
 from __future__ import annotations
@@ -197,7 +198,8 @@ def _logit_bytes(
 ) -> Array:
     """Bytes of a microbatch's logits at the loss: all of them, or a chunk with the sums of the
     head's gradients (`nn/deferred_logits.py`)."""
-    words, rows = work.vocab / choices.vocabulary_ranks, work.tokens * samples
+    ranks = 1 if practice.gathers_logits else choices.vocabulary_ranks
+    words, rows = work.vocab / ranks, work.tokens * samples
     chunk = np.minimum(GPU_CHUNK, words * np.maximum(FEWEST_ROWS, rows / MOST_CHUNKS))
     split = np.array([splits_backward(name) for name in choices.schedules])
     whole = words * rows <= practice.few_logits
@@ -419,7 +421,7 @@ def _rank(
                 "vocab": float(work.vocab),
                 "tokens": work.tokens,
                 "b": stage.after * samples,
-                "t": choices.vocabulary_ranks * 1.0,
+                "t": np.where(practice.gathers_logits, 1.0, choices.vocabulary_ranks),
                 "logits": logits,
                 "again": once,
                 "temporaries": working,
@@ -427,7 +429,24 @@ def _rank(
             },
         ),
     )
-    return (*parts, _start_part(parts, whole_at_start(work, choices), resting, int8, practice))
+    trains = (*parts, _update_part(parts, stated, practice))
+    return (*trains, _start_part(trains, whole_at_start(work, choices), resting, int8, practice))
+
+
+def _update_part(
+    training: Sequence[CostPart], updated: Array, practice: PrecisionPolicy
+) -> CostPart:
+    """What the optimizer's step needs more than a backward, which has activations in its place."""
+    gone = sum(
+        (p.value for p in training if p.name in (MemoryPart.ACTIVATIONS, MemoryPart.WORKING)),
+        np.zeros(len(updated)),
+    )
+    return CostPart(
+        MemoryPart.UPDATE,
+        np.maximum(0.0, updated * practice.step_bytes - gone),
+        "max(0, params x step_bytes - activations)",
+        {"params": updated, "step_bytes": practice.step_bytes, "activations": gone},
+    )
 
 
 def _start_part(

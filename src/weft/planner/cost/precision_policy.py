@@ -20,7 +20,8 @@ class PrecisionPolicy:
     the wire: `reduce_bytes` of its gradient, `gather_bytes` where sharded weights are gathered.
     `update_bytes` that an optimizer step reads and writes; `added_bytes`: where a
     microbatch's gradient is added to those before. `logit_bytes` at the peak, of one logit; whether
-    these `logits_stay` through the backward, as Megatron-Core's fused cross-entropy leaves them.
+    these `logits_stay` through the backward, as Megatron-Core's fused cross-entropy leaves them,
+    and whether the loss `gathers_logits` of all ranks of tp, of which then each holds all.
     More logits than `few_logits` are made by the loss in chunks, of `chunk_bytes` a logit, while
     gradients of the head are added up in `sum_bytes` each; where a backward comes in two parts,
     only if `always_chunks`.
@@ -32,8 +33,9 @@ class PrecisionPolicy:
     overlaps it. `keeps_sent`: whether a stage keeps what it sent until the gradient comes, which
     Megatron-Core does not. `scatters`: whether ranks of tp send a part each of what goes to the
     next stage, and gather it there (Narayanan et al. 2021).
-    `start_bytes` of a weight that is whole for a moment before the first step; 0: nobody asks what
-    the start holds.
+    `step_bytes` that a step of the optimizer needs for a moment beside what rests, when activations
+    are gone. `start_bytes` of a weight that is whole for a moment before the first step; 0: nobody
+    asks what the start holds.
     `offloads`: what rests in host memory where a layout is offloaded, of weights, gradients,
     optimizer and activations (of these, inputs of blocks that run again; Rajbhandari et al. 2021,
     ZeRO-Infinity). `host_activations`: whether, under any layout, what blocks save for backward
@@ -54,6 +56,7 @@ class PrecisionPolicy:
     added_bytes: float = 0.0
     logit_bytes: float = 10.0
     logits_stay: bool = False
+    gathers_logits: bool = False
     few_logits: float = float("inf")
     chunk_bytes: float = 0.0
     sum_bytes: float = 0.0
@@ -65,6 +68,7 @@ class PrecisionPolicy:
     sends_beside: bool = False
     keeps_sent: bool = False
     scatters: bool = False
+    step_bytes: float = 0.0
     start_bytes: float = 0.0
     offloads: Collection[str] = ("weights", "gradients", "optimizer")
     host_activations: bool = False

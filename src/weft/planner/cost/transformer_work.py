@@ -6,10 +6,19 @@ attention, a gated MLP and grouped keys; FLOPs those of Narayanan et al. 2021.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Literal
 
 from .model_work import BlockWork, Cut, ModelWork, OpWork
 
+Eager = Literal["norms", "elementwise", "softmax", "loss"]
+# Bytes that each element reads and writes, op by op, in float32 but for where it comes and goes:
+EAGER_NORM = 36  # an RMS norm: cast, square, mean, scale, cast, weigh
+EAGER_ROTATION = 22  # two products, a sign, a concatenation, a sum, in 16 bits
+EAGER_SOFTMAX = 18  # mask, softmax into float32 and cast, beside what a fused one moves
+EAGER_LOSS = 20  # cast, log softmax and the sum; 12 more by the backward
+FIRST_FLASH = 1.7  # FlashAttention over FlashAttention-2, whole: Dao 2023, at the least
 ITEM = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 2}  # of an activation
 
 
@@ -55,10 +64,16 @@ def transformer_work(
     fused: bool = True,
     kernels: float = 1.0,
     name: str = "",
+    eager: Collection[Eager] = (),
+    flash_version: int = 2,
 ) -> ModelWork:
     """`fused`: norms, rotations and activations are kernels of their own, which keep only what goes
     in. `flash`: so is attention, which keeps no scores; a `causal` one leaves out what is masked.
-    `kernels`: launched in place of each that is counted here."""
+    `kernels`: launched in place of each that is counted here. `eager`: what goes op by op. Through
+    float32: `norms`, the `softmax` of an attention that is not fused, the `loss`, for which each
+    rank of tp has all logits; in its own dtype: `elementwise`, rotations and activations.
+    `flash_version`: 1 takes FIRST_FLASH times as long as 2.
+    """
     item, s, h, v = ITEM[dtype], dims.seq_len, dims.hidden, dims.vocab
     token = s * h * item
     learned = () if dims.gated else (("whole", s * h),)  # positions
@@ -73,7 +88,9 @@ def transformer_work(
     )
     dense = dims.dense if dims.num_experts else dims.layers
     layers = [
-        _layer(dims, item, flash, causal, dropout, fused, kernels, routed, count)
+        _layer(
+            dims, item, flash, causal, dropout, fused, kernels, routed, count, eager, flash_version
+        )
         for routed, count in ((False, dense), (True, dims.layers - dense))
         if count
     ]
@@ -101,8 +118,8 @@ def transformer_work(
             OpWork(
                 "loss",
                 "memory",
-                "vocabulary",
-                moved_bytes=10 * s * v,
+                "whole" if "loss" in eager else "vocabulary",
+                moved_bytes=(EAGER_LOSS if "loss" in eager else 10) * s * v,
                 backward=0.6,
                 kernels=6 * kernels,
             ),
@@ -136,18 +153,21 @@ def _layer(
     kernels: float,
     routed: bool,
     count: int,
+    eager: Collection[Eager],
+    flash_version: int,
 ) -> BlockWork:
     s, h, q, k = dims.seq_len, dims.hidden, dims.query, dims.keys
     token, gates = s * h * item, 2 if dims.gated else 1
     mask = s * h if dropout else 0.0  # one byte each
+    pointwise = fused and "elementwise" not in eager
     norm = OpWork(
         "norm",
         "memory",
         "sequence",
-        moved_bytes=2 * token * (1 if fused else 3),
-        saved_bytes=2 * token + (0 if fused else 4 * s * h),
+        moved_bytes=EAGER_NORM * s * h if "norms" in eager else 2 * token * (1 if fused else 3),
+        saved_bytes=2 * token + (8 if "norms" in eager else 0 if fused else 4) * s * h,
         backward=1.5,
-        kernels=kernels * (1 if fused else 6),
+        kernels=kernels * (1 if fused and "norms" not in eager else 6),
     )
     add = OpWork(
         "residual",
@@ -158,13 +178,14 @@ def _layer(
         backward=1.0,
         kernels=2 * kernels,
     )
+    slower = FIRST_FLASH if flash_version == 1 else 1.0
     if flash:
         core = [
             OpWork(
                 "attention",
                 "attention",
                 "features",
-                flops=4 * s * s * q * (0.5 if causal else 1.0),
+                flops=4 * s * s * q * (0.5 if causal else 1.0) * slower,
                 saved_bytes=s * q * item + 4 * dims.heads * s,
                 kernels=kernels,
                 core=True,
@@ -172,7 +193,7 @@ def _layer(
             )
         ]
     else:
-        scores = dims.heads * s * s
+        scores, added = dims.heads * s * s, "softmax" in eager
         core = [
             OpWork(
                 "scores",
@@ -188,14 +209,22 @@ def _layer(
                 "softmax",
                 "memory",
                 "features",
-                moved_bytes=(13.0 if dropout else 8.0) * scores,
-                saved_bytes=(5 if dropout else 2) * scores,
+                moved_bytes=((13 if dropout else 8) + added * EAGER_SOFTMAX) * scores,
+                saved_bytes=((5 if dropout else 2) + added * 4) * scores,
                 kernels=3 * kernels,
                 core=True,
                 backward=1.5,
             ),
             OpWork("context", "memory", "features", saved_bytes=s * q * item, kernels=0),
         ]
+    rotation = OpWork(
+        "rotation",
+        "memory",
+        "features",
+        moved_bytes=EAGER_ROTATION * s * (q + k),
+        backward=1.0,
+        kernels=10 * kernels,
+    )
     attention = [
         norm,
         OpWork(
@@ -203,10 +232,11 @@ def _layer(
             "matmul",
             "features",
             flops=2 * s * h * (q + 2 * k),
-            saved_bytes=s * (q + 2 * k + (0 if fused else q + k)) * item,
+            saved_bytes=s * (q + 2 * k + (0 if pointwise else q + k)) * item,
             kernels=2 * kernels,
             width=q,
         ),
+        *([rotation] if "elementwise" in eager else []),
         *core,
         OpWork("projection", "matmul", "features", flops=2 * s * q * h, kernels=kernels, width=q),
         add,
@@ -270,10 +300,10 @@ def _layer(
             ("whole", h * dims.num_experts),
         ]
         if dims.shared_ffn:
-            mlp += _mlp(dims, dims.shared_ffn, item, fused, kernels)
+            mlp += _mlp(dims, dims.shared_ffn, item, pointwise, kernels)
             params += [("features", (gates + 1) * h * dims.shared_ffn)]
     else:
-        mlp = _mlp(dims, f, item, fused, kernels)
+        mlp = _mlp(dims, f, item, pointwise, kernels)
         params += [("features", (gates + 1) * h * f + (0 if dims.gated else f))]
     return BlockWork(
         "routed" if routed else "layer",
@@ -293,7 +323,7 @@ def _layer(
         # gave, if it is fused
         working_bytes=item
         * s
-        * (gates + (0 if fused else 1))
+        * (gates + (0 if pointwise else 1))
         * (f * (dims.top_k if routed else 1)),
         repeated=True,
     )

@@ -27,6 +27,7 @@ COLOURS = {
     MemoryPart.SYNCHRONISER: "#b08d57",
     MemoryPart.ACTIVATIONS: "#8e63ce",
     MemoryPart.WORKING: "#c9b4e8",
+    MemoryPart.UPDATE: "#b0893a",
     MemoryPart.START: "#3fb8c4",
     "driver": "#9a9a9a",
 }
