@@ -15,7 +15,7 @@ from weft.planner.cost.hardware import Era
 
 Cell = tuple[str, str]  # the name of a sheet, and an era: a machine and its software
 Array = np.ndarray
-GIVEN, PAIRS = 2, 9  # rows that are given, and so many times others
+GIVEN, PAIRS = 2, 5  # rows that are given, and so many times others
 ENOUGH = 160  # rows of a source that choose the size of errors
 
 
