@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import mean, median
 from typing import Any
@@ -147,6 +147,11 @@ def summary(scores: dict[str, dict[str, Any]]) -> str:
         f" a run fits: right for {1 - wrong / told:.0%} of {told} rows, of the {len(short)} sources"
         f" that name runs which do not. Peaks: {median(of('peak_median')):.1%}, over"
         f" {len(of('peak_median'))} sources."
+    ) + (given_summary(of) if of("after") else "")
+
+
+def given_summary(of: Callable[[str], list[float]]) -> str:
+    return (
         f" After two rows of a source are given: {median(of('after')):.1%}, over"
         f" {len(of('after'))} sources. Intervals of 80 % hold {mean(of('held')):.0%} of a source's"
         f" rows, and {mean(of('held_after')):.0%} after two rows."
