@@ -2,10 +2,13 @@
 
     python benchmarks/published/run.py  # the repository's own rows, by source
     python benchmarks/published/run.py --runs FILE.csv --out OUT.csv  # any rows with these columns
+    python benchmarks/published/run.py --runs FILE.csv --out OUT.csv --measured ROWS.csv
 
 Of FILE.csv every row that the model covers gets a line in OUT.csv: row_id, predicted_iter_time_s,
-predicted_peak_mem_gib, fits; which rows are not covered, and why, is said on stderr. Rows that have
-the measurement too are scored.
+predicted_peak_mem_gib, fits, and the interval that holds the step's seconds in 80 of 100 cases;
+which rows are not covered, and why, is said on stderr. Rows that have the measurement too are
+scored. Rows of ROWS.csv, a few with their measured seconds, say how fast the machine and the
+software of the same source_id are.
 """
 
 from __future__ import annotations
@@ -24,8 +27,10 @@ from typing import Any
 import numpy as np
 import rows as published
 from cells import Uncovered, flag, number
+from measured import believed, speaks_of
 
 from weft.core.errors import Refusal
+from weft.planner.cost.belief import Z80
 from weft.planner.cost.hardware import Era
 
 HERE = Path(__file__).parent
@@ -50,7 +55,9 @@ GROUP = (
 class Predicted:
     """One covered row beside its measurement, where it has one."""
 
-    def __init__(self, row: published.Row, estimate: Any, place: int):
+    def __init__(self, row: published.Row, estimate: Any, place: int, spread: float | None = None):
+        """`spread`: the standard deviation of the log of its seconds."""
+        self.spread = spread
         self.row, self.source = row, row.get("source_id") or "rows"
         self.step_s = float(estimate.step_s[place])
         self.fits = bool(estimate.fits[place])
@@ -65,7 +72,7 @@ class Predicted:
         )
         nbytes = estimate.process_bytes if whole else reserved
         self.peak_gib = float(nbytes[place]) / GIB
-        self.measured_s = measured(row, "d_iter_time_s") or measured(row, "iter_time_s")
+        self.measured_s = measured_s(row)
         self.measured_gib = measured(row, "peak_mem_gib")
         self.oom = measured(row, "oom", labelled)
 
@@ -74,6 +81,18 @@ class Predicted:
         """Relative, of the step's seconds."""
         assert self.measured_s is not None
         return self.step_s / self.measured_s - 1
+
+    @property
+    def interval_s(self) -> tuple[float, float]:
+        """Seconds between which the step is in 80 of 100 cases."""
+        assert self.spread is not None
+        factor = float(np.exp(Z80 * self.spread))
+        return self.step_s / factor, self.step_s * factor
+
+
+def measured_s(row: published.Row) -> float | None:
+    """Seconds of a step, where a row has them."""
+    return measured(row, "d_iter_time_s") or measured(row, "iter_time_s")
 
 
 def labelled(row: published.Row, name: str) -> bool:
@@ -92,27 +111,56 @@ def measured(
         return None
 
 
+def covered(
+    rows: Sequence[published.Row],
+) -> tuple[list[tuple[published.Row, published.Case]], Counter[str]]:
+    """Rows as the model takes them, and how many are not covered for which reason."""
+    found: list[tuple[published.Row, published.Case]] = []
+    reasons = Counter[str]()
+    for row in rows:
+        try:
+            # names of rows may repeat
+            found.append((row, replace(published.case(row), row_id=str(len(found)))))
+        except (Uncovered, Refusal) as error:
+            reasons[f"{row.get('source_id') or 'rows'}: {error}"] += 1
+            print(f"{row['row_id']} is not covered: {error}", file=sys.stderr)
+    for note, count in Counter(note for _, one in found for note in one.notes).items():
+        print(f"{count} rows: {note}", file=sys.stderr)
+    return found, reasons
+
+
 def predictions(
     rows: Sequence[published.Row], eras: Mapping[tuple[str, str], Era] | None = None
 ) -> tuple[list[Predicted], Counter[str]]:
     """Covered rows, and how many are not covered for which reason. `eras`: (sheet, era) ->
     constants, not a sheet's."""
-    cases, kept, reasons = [], [], Counter[str]()
-    for row in rows:
-        try:
-            cases.append(
-                replace(published.case(row), row_id=str(len(kept)))
-            )  # names of rows may repeat
-            kept.append(row)
-        except (Uncovered, Refusal) as error:
-            reasons[f"{row.get('source_id') or 'rows'}: {error}"] += 1
-            print(f"{row['row_id']} is not covered: {error}", file=sys.stderr)
-    for note, count in Counter(note for one in cases for note in one.notes).items():
-        print(f"{count} rows: {note}", file=sys.stderr)
-    found = published.predict(cases, eras)
-    return [
-        Predicted(row, *found[case.row_id]) for row, case in zip(kept, cases, strict=True)
-    ], reasons
+    kept, reasons = covered(rows)
+    found = published.predict([case for _, case in kept], eras)
+    return [Predicted(row, *found[case.row_id]) for row, case in kept], reasons
+
+
+def predictions_with_intervals(
+    rows: Sequence[published.Row], given: Sequence[published.Row]
+) -> tuple[list[Predicted], Counter[str]]:
+    """As `predictions`, after the rows that are given, each with the spread of its seconds."""
+    kept, reasons = covered(rows)
+    told = [(row, case, took) for row, case in covered(given)[0] if (took := measured_s(row))]
+    if given and not told:
+        raise SystemExit("--measured: no row has seconds of a step, d_iter_time_s, and is covered")
+    by_source = defaultdict(list)
+    for row, case in kept:
+        by_source[row.get("source_id") or ""].append((row, case))
+    made: dict[str, Predicted] = {}
+    for source, those in by_source.items():
+        own = [(case, took) for row, case, took in told if speaks_of(row, source)]
+        cases = [case for _, case in those]
+        eras, spread = believed(cases, own, published.sites())
+        if given:
+            print(f"{source or 'rows'}: {len(own)} measured rows", file=sys.stderr)
+        found = published.predict(cases, eras)
+        for (row, case), size in zip(those, spread, strict=True):
+            made[case.row_id] = Predicted(row, *found[case.row_id], float(size))
+    return [made[case.row_id] for _, case in kept], reasons
 
 
 def score(found: Sequence[Predicted]) -> dict[str, Any]:
@@ -164,14 +212,26 @@ def _spearman(a: Sequence[float], b: Sequence[float]) -> float:
 def write(found: Sequence[Predicted], path: Path) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         lines = csv.writer(file)
-        lines.writerow(["row_id", "predicted_iter_time_s", "predicted_peak_mem_gib", "fits"])
+        lines.writerow(
+            [
+                "row_id",
+                "predicted_iter_time_s",
+                "predicted_peak_mem_gib",
+                "fits",
+                "iter_time_s_low",
+                "iter_time_s_high",
+            ]
+        )
         for one in found:
+            low, high = one.interval_s
             lines.writerow(
                 [
                     one.row["row_id"],
                     f"{one.step_s:.6g}",
                     f"{one.peak_gib:.4f}",
                     "Y" if one.fits else "N",
+                    f"{low:.6g}",
+                    f"{high:.6g}",
                 ]
             )
 
@@ -221,13 +281,22 @@ def main() -> int:
     )
     parser.add_argument("--runs", type=Path, metavar="FILE.csv")
     parser.add_argument("--out", type=Path, metavar="OUT.csv")
+    parser.add_argument("--measured", type=Path, metavar="ROWS.csv")
     asked = parser.parse_args()
     if asked.runs is not None and not asked.runs.is_file():
         parser.error(f"--runs {asked.runs}: there is no such file")
     if asked.out is not None and not asked.out.resolve().parent.is_dir():
         parser.error(f"--out {asked.out}: there is no such folder")
+    if asked.measured is not None and not asked.measured.is_file():
+        parser.error(f"--measured {asked.measured}: there is no such file")
+    if asked.measured is not None and asked.runs is None:
+        parser.error("--measured goes with --runs FILE.csv")
     rows = published.own() if asked.runs is None else published.read(asked.runs)
-    found, reasons = predictions(rows)
+    given = [] if asked.measured is None else published.read(asked.measured)
+    if given or asked.out is not None:
+        found, reasons = predictions_with_intervals(rows, given)
+    else:
+        found, reasons = predictions(rows)
     if asked.out is not None:
         write(found, asked.out)
     by_source = defaultdict(list)

@@ -8,13 +8,20 @@ README.md.
 This is what a user meets whose machine and software nobody fitted. An era that other sources tell
 of is fitted to these alone; a constant that only the source itself could tell has a prior: what the
 other fits say of it.
+
+    python benchmarks/published/unseen.py [SOURCE ...]  # fits without each source, and scores it
+    python benchmarks/published/unseen.py --kept-fits   # scores with constants of the last fits
+
+Of each source that has more rows than are given, two rows then move its constants
+(`measured.py`). How wide intervals are is chosen on all other sources.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import mean, median
 from typing import Any
@@ -22,9 +29,12 @@ from typing import Any
 import numpy as np
 import rows as published
 from fit import FITS, Fitted, fitted
-from run import HERE, predictions, rewrite, score, table
+from measured import Steps, after_given, chosen_error, residuals
+from run import HERE, covered, measured_s, predictions, rewrite, score, table
 
 from weft.planner.cost.hardware import Era, named_sheet
+
+KEPT = HERE / "results" / "unseen_constants.json"  # of each source, without it
 
 
 def sources(rows: Sequence[published.Row]) -> list[str]:
@@ -69,6 +79,58 @@ def shipped(one: Fitted) -> Era:
     return named_sheet(sheet).eras[one.era] if one.ours else published.sites()[sheet, one.era]
 
 
+def without_kept(source: str, rows: list[published.Row]) -> dict[tuple[str, str], Era]:
+    """As `without` found them last."""
+    kept = json.loads(KEPT.read_text(encoding="utf-8"))[source]
+    return {(sheet, name): Era.model_validate(era) for sheet, name, era in kept}
+
+
+def keep(source: str, eras: Mapping[tuple[str, str], Era]) -> None:
+    """For `--kept-fits`."""
+    kept = json.loads(KEPT.read_text(encoding="utf-8")) if KEPT.exists() else {}
+    kept[source] = [
+        (sheet, name, era.model_dump(mode="json")) for (sheet, name), era in eras.items()
+    ]
+    KEPT.write_text(json.dumps(kept, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def timed_steps(
+    rows: Sequence[published.Row], eras: Mapping[tuple[str, str], Era]
+) -> tuple[Steps, np.ndarray]:
+    """The rows of a source that have seconds and are covered, and these seconds."""
+    timed = [(case, took) for row, case in covered(rows)[0] if (took := measured_s(row))]
+    steps = Steps([case for case, _ in timed], {**published.sites(), **eras})
+    return steps, np.array([took for _, took in timed])
+
+
+def score_given(those: Mapping[str, tuple[Steps, np.ndarray]]) -> dict[str, dict[str, float]]:
+    """Source -> its figures after rows of it are given."""
+    left = {source: residuals(*timed) for source, timed in those.items()}
+    print(f"sizes of errors that score best over all: {chosen_error([*left.values()])}")
+    found = {}
+    for source, (steps, measured) in those.items():
+        error = chosen_error([one for other, one in left.items() if other != source])
+        found[source] = after_given(steps, left[source], measured, error)
+        print(source, found[source], flush=True)
+    return found
+
+
+def given_table(scores: Mapping[str, dict[str, Any]]) -> list[str]:
+    lines = [
+        "**each source, after two of its rows are given**",
+        "",
+        "| source | median before | median after | held by intervals before | after |",
+        "| --- | --: | --: | --: | --: |",
+    ]
+    lines += [
+        f"| {source} | {s['median']:.1%} | {s['after']:.1%} | {s['held']:.0%} |"
+        f" {s['held_after']:.0%} |"
+        for source, s in scores.items()
+        if "after" in s
+    ]
+    return [*lines, ""]
+
+
 def summary(scores: dict[str, dict[str, Any]]) -> str:
     """Over sources, each of the same weight."""
 
@@ -85,25 +147,53 @@ def summary(scores: dict[str, dict[str, Any]]) -> str:
         f" a run fits: right for {1 - wrong / told:.0%} of {told} rows, of the {len(short)} sources"
         f" that name runs which do not. Peaks: {median(of('peak_median')):.1%}, over"
         f" {len(of('peak_median'))} sources."
+    ) + (given_summary(of) if of("after") else "")
+
+
+def given_summary(of: Callable[[str], list[float]]) -> str:
+    return (
+        f" After two rows of a source are given: {median(of('after')):.1%}, over"
+        f" {len(of('after'))} sources. Intervals of 80 % hold {mean(of('held')):.0%} of a source's"
+        f" rows, and {mean(of('held_after')):.0%} after two rows."
     )
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sources", nargs="*", metavar="SOURCE")
+    parser.add_argument("--kept-fits", action="store_true")
+    asked = parser.parse_args()
     rows = published.own()
+    known = sources(rows)
+    for source in asked.sources:
+        if source not in known:
+            parser.error(f"no row is of {source}; known: {', '.join(known)}")
+    fits = without_kept if asked.kept_fits else without
     path, command = HERE / "results" / "unseen.json", "python benchmarks/published/unseen.py"
     scores = json.loads(path.read_text())["runs"] if path.exists() else {}
-    for source in sys.argv[1:] or sources(rows):
+    timed = {}
+    for source in known if asked.kept_fits else asked.sources or known:
+        eras = fits(source, rows)
+        keep(source, eras)
         those = [row for row in rows if row["source_id"] == source]
-        if not those:
-            print(f"no row is of {source}; known: {', '.join(sources(rows))}", file=sys.stderr)
-            return 2
-        scores[source] = score(predictions(those, without(source, rows))[0])
+        scores[source] = score(predictions(those, eras)[0])
         print("\n".join(table(source, {source: scores[source]})), flush=True)
+        timed[source] = timed_steps(those, eras)
+    if not asked.sources:
+        for source, found in score_given(timed).items():
+            scores[source] |= found
     scores = dict(sorted(scores.items()))
     path.write_text(json.dumps({"command": command, "runs": scores}, indent=1) + "\n")
     rewrite(
         "unseen",
-        [summary(scores), "", *table("each source, by constants fitted to all others", scores)],
+        [
+            summary(scores),
+            "",
+            *table("each source, by constants fitted to all others", scores),
+            *given_table(scores),
+        ],
     )
     return 0
 

@@ -169,6 +169,6 @@ def test_a_system_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Path, "read_text", read)
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     assert cpu_contention.CpuLoadSample.now().others(0.0) == 0.0
-    assert measure._processor()
+    assert measure.processor()
     assert machine._available() is None and machine._flags() == set()
     assert folders._file_system(tmp_path) == "a folder"

@@ -30,6 +30,7 @@ from weft.planner.calibrate import (
     fit_runs,
     fixed_overhead,
     measure as command,
+    measured_runs,
     rank_timer,
 )
 from weft.planner.calibrate.collectives import CollectiveTiming, OverlapSample
@@ -334,7 +335,7 @@ def runs_of(folder: Path, made: hardware.Hardware, era: hardware.Era) -> Path:
     lines, works = ["run,layout,accumulate,step_s,source"], dict[str, Any]()
     for layout, parts in kinds:
         row = {"run": "run.toml", "layout": layout, "accumulate": str(parts)}
-        one = fit_runs._make_query(folder / "runs.csv", row, made.kind, works)
+        _, one = measured_runs.make_query(folder / "runs.csv", row, made.kind, works)
         at = hardware.Cluster(hardware=made, devices=2)
         seconds = estimate(one.work, one.choices, at, era, one.practice, one.sync).step_s[0]
         lines.append(f"run.toml,{layout},{parts},{seconds},{layout[:2]}")

@@ -13,7 +13,8 @@ from tests.planner.test_search import cluster
 from tests.train.test_trainer import RUN
 from weft.core import run_config, toml
 from weft.planner.cost import hardware
-from weft.planner.predict_run import Prediction, predict, sheet_of_card
+from weft.planner.cost.card_sheet import sheet_of_card
+from weft.planner.predict_run import Prediction, predict
 
 CPU = torch.device("cpu")
 

@@ -161,7 +161,11 @@ def priced(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str
 def test_each_covered_row_has_a_line(priced: tuple[dict[str, dict[str, str]], str]) -> None:
     found, said = priced
     names = ["row_id", "predicted_iter_time_s", "predicted_peak_mem_gib", "fits"]
+    names += ["iter_time_s_low", "iter_time_s_high"]
     assert all(list(line) == names for line in found.values())
+    for line in found.values():
+        low, step, high = (float(line[name]) for name in (names[4], names[1], names[5]))
+        assert low < step < high
     assert len(found) == 29
     for name, why in (
         ("tpu", "no sheet of TPU v3"),
@@ -192,6 +196,49 @@ def test_each_covered_row_has_a_line(priced: tuple[dict[str, dict[str, str]], st
     peaks = {name: float(line["predicted_peak_mem_gib"]) for name, line in found.items()}
     assert peaks["tp"] < peaks["plain"] < 80 < peaks["too large"]
     assert found["plain"]["fits"] == "Y" and found["too large"]["fits"] == "N"
+
+
+def test_measured_rows_move_those_of_their_source(tmp_path: Path) -> None:
+    """A source whose machine is half as fast; another one stays as it is."""
+    columns = ["source_id", "row_id", *GPT, "tp", "d_iter_time_s"]
+
+    def predicted(given: str | None) -> dict[str, dict[str, str]]:
+        rows = [(source, f"{source} {tp}", tp) for source in ("slow", "other") for tp in (1, 2, 4)]
+        with (tmp_path / "runs.csv").open("w", newline="") as file:
+            lines = csv.DictWriter(file, columns)
+            lines.writeheader()
+            for source, name, tp in rows:
+                lines.writerow({**GPT, "source_id": source, "row_id": name, "tp": tp})
+        command = [sys.executable, FOLDER / "run.py", "--runs", tmp_path / "runs.csv"]
+        command += ["--out", tmp_path / "out.csv"]
+        if given is not None:
+            with (tmp_path / "given.csv").open("w", newline="") as file:
+                lines = csv.DictWriter(file, columns)
+                lines.writeheader()
+                row = {**GPT, "source_id": "slow", "row_id": "slow 1", "tp": 1}
+                lines.writerow({**row, "d_iter_time_s": given})
+            command += ["--measured", tmp_path / "given.csv"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+        with (tmp_path / "out.csv").open() as file:
+            return {line["row_id"]: line for line in csv.DictReader(file)}
+
+    def seconds(line: dict[str, str], name: str = "predicted_iter_time_s") -> float:
+        return float(line[name])
+
+    before = predicted(None)
+    after = predicted(str(2 * seconds(before["slow 1"])))
+    assert seconds(after["slow 1"]) == pytest.approx(2 * seconds(before["slow 1"]), rel=0.1)
+    assert seconds(after["slow 2"]) > 1.5 * seconds(before["slow 2"])
+    assert after["other 2"] == before["other 2"]
+    wide = [
+        seconds(one["slow 2"], "iter_time_s_high") / seconds(one["slow 2"], "iter_time_s_low")
+        for one in (before, after)
+    ]
+    assert wide[1] < wide[0]
+    with pytest.raises(RuntimeError, match="no row has seconds of a step"):
+        predicted("")
 
 
 def test_what_a_row_says_in_other_words(priced: tuple[dict[str, dict[str, str]], str]) -> None:

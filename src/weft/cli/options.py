@@ -56,6 +56,22 @@ Era = Annotated[
     typer.Option(help="The software whose speed is assumed: an era of the hardware file."),
 ]
 
+Measured = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="FILE",
+        help=(
+            "Steps measured on such devices: metrics.jsonl of a run, or a CSV file with the columns"
+            " layout and step_s. Repeat it for several."
+        ),
+        show_default=False,
+    ),
+]
+NoKeptRuns = Annotated[
+    bool,
+    typer.Option("--no-kept-runs", help="Leave out what weft train has measured on this machine."),
+]
+
 
 class Command(TyperCommand):
     """A command that refuses the old name of an option, and names the new one."""

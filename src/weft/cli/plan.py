@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .options import AsJson, Era, NoCode, RunFile, Settings, exit_codes, load
+from .options import AsJson, Era, Measured, NoCode, NoKeptRuns, RunFile, Settings, exit_codes, load
 from .picture_file import write_file
 
 
@@ -62,6 +62,8 @@ def plan(
             ),
         ),
     ] = None,
+    measured: Measured = None,
+    no_kept_runs: NoKeptRuns = False,
     settings: Settings = None,
     no_code: NoCode = False,
 ) -> None:
@@ -80,7 +82,16 @@ def plan(
         )
 
         report, laid = plan_for_cluster(
-            run, cluster, layout or (), era, memory, exhaustive, explain, top
+            run,
+            cluster,
+            layout or (),
+            era,
+            memory,
+            exhaustive,
+            explain,
+            top,
+            measured or (),
+            not no_kept_runs,
         )
         row = report.explained
         pictured = out is not None and out.suffix == ".svg"

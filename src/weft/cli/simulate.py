@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-from .options import Era, LayoutOption, NoCode, RunFile, Settings, exit_codes, load
+from .options import (
+    Era,
+    LayoutOption,
+    Measured,
+    NoCode,
+    NoKeptRuns,
+    RunFile,
+    Settings,
+    exit_codes,
+    load,
+)
 
 
 def simulate(
@@ -84,6 +94,8 @@ def simulate(
         typer.Option(metavar="FILE", help="Write .svg, .html, .json (Perfetto) or .csv."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    measured: Measured = None,
+    no_kept_runs: NoKeptRuns = False,
     settings: Settings = None,
     no_code: NoCode = False,
 ) -> None:
@@ -119,7 +131,10 @@ def simulate(
             scale=parse_scale_mode(scale),
             to=to,
         )
-        found = simulate_scenario(make_scenario(run, cluster, era), request)
+        scenario, notes = make_scenario(run, cluster, era, measured or (), not no_kept_runs)
+        for note in notes:
+            typer.echo(f"note: {note}", err=True)
+        found = simulate_scenario(scenario, request)
         if out is not None:
             write_report(out, found)
         if as_json:

@@ -26,6 +26,7 @@ from weft.train import build_dataset, build_skeleton, build_sync
 
 from .cost.hardware import Cluster
 from .cost.model_work import ModelWork
+from .measured_constants import measured_constants
 from .search import single_layout
 from .search.baselines import baselines
 from .search.candidates import find_left_out
@@ -34,24 +35,13 @@ from .search.feasibility import FeasibilityChecker, run_with_row
 from .search.layout_pattern import ANY, LayoutPattern
 from .search.no_fit import no_candidates, nothing_fits
 from .search.query import PlanQuery
-from .search.query_from_run import work_of_run
+from .search.query_from_run import era_of, work_of_run
 from .search.ranking import Progress, Ranking, rank
 from .search.report import PlanReport
 from .search.run_precision import run_precision
 
 SEARCHED = {name for name in SCHEDULES if schedules.is_searched(name)}
 LONG = 200_000  # choices from which on a search shows how far it is
-
-
-def era_of(cluster: Cluster, name: str | None, run: RunConfig | None = None) -> str:
-    """The era of this name; without one "compiled" if the run compiles its blocks, else "eager", as
-    far as the hardware sheet has them. Raises ConfigError."""
-    eras = cluster.hardware.eras
-    compiled = run is not None and run.train.compile == "blocks"
-    wanted = ("compiled", "eager") if compiled else ("eager",)
-    found = name or next((era for era in wanted if era in eras), next(iter(eras)))
-    cluster.hardware.era(found)
-    return found
 
 
 def limit_memory(cluster: Cluster, memory_gib: float | None) -> Cluster:
@@ -79,6 +69,8 @@ def plan_for_cluster(
     exhaustive: bool,
     explain: str | None = None,
     top: int = 10,
+    measured: Sequence[str | Path] = (),
+    kept: bool = True,
 ) -> tuple[PlanReport, RunConfig]:
     """Search the layouts of a run on a cluster.
 
@@ -92,6 +84,10 @@ def plan_for_cluster(
         exhaustive: also search unusual layouts.
         explain: a whole layout to explain.
         top: how many layouts the report shows.
+        measured: metrics.jsonl of runs on such devices, or CSV files with the columns layout and
+            step_s, whose steps move the constants of the estimates.
+        kept: also use runs that weft train has noted on this machine, if it is of the cluster's
+            kind.
 
     Returns:
         The report, and the run with its best layout.
@@ -110,7 +106,11 @@ def plan_for_cluster(
     asked = None if explain is None else single_layout.parse_whole_layout(explain)
     check_schedule(run)
     bare, held = build_skeleton(run), build_dataset(run)
-    question = make_plan_query(run, where, named, work_of_run(run, bare, held, where.hardware.kind))
+    learned = measured_constants(run, where, named, measured, kept)
+    question = replace(
+        make_plan_query(run, where, named, work_of_run(run, bare, held, where.hardware.kind)),
+        era=learned.era,
+    )
     judge = FeasibilityChecker(run, bare, held)
     began = time.perf_counter()
     with _bar() as progress:
@@ -131,7 +131,17 @@ def plan_for_cluster(
     took = time.perf_counter() - began
     said = plan_notes(question, pattern, found, FeasibilityChecker(run, bare, held))
     report = PlanReport(
-        question, found, best, others, judge.refused, out, named, took, run.train.steps, said
+        question,
+        found,
+        best,
+        others,
+        judge.refused,
+        out,
+        named,
+        took,
+        run.train.steps,
+        learned.belief,
+        [*learned.notes, *said],
     )
     if asked is not None:
         report = replace(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,19 +15,15 @@ from rich.filesize import decimal
 
 from weft.core import PREDICTION, Refusal, RunConfig, replace_file
 
+from .calibrate.kept_runs import keep_run
 from .cost.breakdown import TimePart
+from .cost.card_sheet import sheet_of_card
 from .cost.estimate import estimate
 from .cost.hardware import GIB, LOCAL, Cluster, Hardware, local_sheet, named_sheet, sheet_names
 from .search.query_from_run import query_from_run
 
 ERA = "eager"  # of what weft itself runs
 PROCESS = "process"  # the part of a prediction for what a process holds beside tensors
-KIN = {
-    "laptop",
-    "d",
-    "nvl",
-    "3e",
-}  # in the name of a card that is unlike the one of the rest of its name
 
 
 @dataclass(frozen=True)
@@ -84,15 +79,6 @@ def machine_sheet(device: torch.device) -> Hardware | None:
     return named_sheet(card) if card else None
 
 
-def sheet_of_card(title: str) -> str | None:
-    """The sheet whose words are all among those of a card's name, as a driver gives it: the one of
-    most of them. None for a card that is another one's kin, or two sheets' alike."""
-    words = set(re.sub(r"(\d)gb\b", r"\1", title.lower().replace("-", " ")).split())
-    known = {name: len(name.split("-")) for name in sheet_names() if set(name.split("-")) <= words}
-    best = [name for name, count in known.items() if count == max(known.values())]
-    return best[0] if len(best) == 1 and not words & KIN else None
-
-
 def predict(run: RunConfig, device: torch.device) -> Prediction:
     """What to expect of this run on this machine, and what is not known, and why."""
     try:
@@ -120,7 +106,8 @@ def predict(run: RunConfig, device: torch.device) -> Prediction:
 
 def compare_with_prediction(run: RunConfig, device: torch.device, step_s: float) -> dict[str, str]:
     """The lines of a run's summary that say what this machine was expected to take; the whole
-    prediction goes into the run folder.
+    prediction goes into the run folder, and the folder into the index of those that the next
+    `weft plan` learns from.
 
     Args:
         run: The run that has ended.
@@ -130,6 +117,7 @@ def compare_with_prediction(run: RunConfig, device: torch.device, step_s: float)
     found = predict(run, device)
     with suppress(OSError):
         replace_file(Path(run.output) / PREDICTION, found.json())
+    keep_run(Path(run.output), device)
     if not found.time:
         return {"expected": found.why}
     rows = {"expected": f"{found.step_s:.3g} s a step, which took {step_s:.3g} s ({found.by})"}

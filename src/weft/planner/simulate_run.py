@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -25,9 +26,9 @@ from .cluster_sim.scaling import Mode
 from .cluster_sim.scenario import Scenario
 from .cost.breakdown import TimePart
 from .cost.hardware import Cluster
-from .plan_run import era_of
+from .measured_constants import measured_constants
 from .search.feasibility import FeasibilityChecker
-from .search.query_from_run import query_from_run, work_of_run
+from .search.query_from_run import era_of, query_from_run, work_of_run
 
 RESTART_S = 300.0  # where it is not said
 LOCAL_STEPS, STALENESS = 10, 4  # of the ways to agree that are shown beside all-reduce
@@ -93,25 +94,46 @@ class SimulateRequest:
         return self.mtbf_h is not None or self.node_mtbf_h is not None
 
 
-def make_scenario(run: RunConfig, cluster: str, era: str | None) -> Scenario:
-    """A run as its file has it, on a cluster. Raises Refusal."""
+def make_scenario(
+    run: RunConfig,
+    cluster: str,
+    era: str | None,
+    measured: Sequence[str | Path] = (),
+    kept: bool = True,
+) -> tuple[Scenario, tuple[str, ...]]:
+    """A run as its file has it, on a cluster.
+
+    Args:
+        run: The run.
+        cluster: Hardware sheet and number of devices, as in h100x64.
+        era: The software to price; default: as the run has it.
+        measured: metrics.jsonl of runs on such devices, or CSV files with measured steps.
+        kept: Also use runs that weft train has noted on this machine.
+
+    Returns:
+        The scenario, and notes: which measurements were used, and what they changed.
+
+    Raises:
+        Refusal: The run cannot be laid so, or a file cannot be used.
+    """
     if run.workers:
         raise ConfigError("workers", list(run.workers), "has no layout", "leave [workers] out")
     where = Cluster.parse(cluster)
-    software = where.hardware.era(era_of(where, era, run))
+    learned = measured_constants(run, where, era_of(where, era, run), measured, kept)
     bare, held = build_skeleton(run), build_dataset(run)
     FeasibilityChecker(run, bare, held).check_layout(run.layout.axes)
     asked = query_from_run(run, work=work_of_run(run, bare, held, where.hardware.kind))
-    return Scenario(
+    scenario = Scenario(
         str(run.layout.axes),
         asked.work,
         asked.choices,
         where,
-        software,
+        learned.era,
         asked.practice,
         run.train.steps,
         asked.sync,
     )
+    return scenario, learned.notes
 
 
 def parse_slow(text: str) -> tuple[int | None, float]:

@@ -59,7 +59,7 @@ def this_machine() -> tuple[Machine, Backend]:
     ranks = usable_cores()
     facts = memory_finding().facts
     memory = min(size for size in (facts["machine_bytes"], facts["limit_bytes"]) if size)
-    return Machine(ranks, 1, "cpu", f"{_processor()}, {ranks} cores", memory / ranks), "gloo"
+    return Machine(ranks, 1, "cpu", f"{processor()}, {ranks} cores", memory / ranks), "gloo"
 
 
 Part = tuple[str, Callable[..., Any], tuple[Any, ...]]
@@ -159,7 +159,8 @@ def put_sheet(path: Path, text: str) -> None:
         ) from None
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The name of this machine's."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

@@ -15,7 +15,7 @@ from weft.core import dump_toml
 from weft.launch import rate_text
 
 from ..cost.hardware import GIB, Cluster, Hardware
-from ..plan_run import era_of
+from ..search.query_from_run import era_of
 from . import fit_runs, measure
 from .sheet import ERA, Measurements
 

@@ -10,14 +10,15 @@ from weft.parallel import allowed_options, axis_table
 
 from ..cost.hardware import GIB
 from .baselines import seconds_by_cause
+from .certainty import Certainty
 from .ranking import RankedLayout
 
 Cells = tuple[str, list[str]]  # the name of a line, and a cell for each layout
 
 
-def comparison_table(rows: Sequence[RankedLayout], each: str) -> str:
+def comparison_table(rows: Sequence[RankedLayout], each: str, sure: Certainty) -> str:
     """A column per layout, in the order given. `each`: what is counted per second, tokens or
-    samples. Lines that are zero everywhere are left out."""
+    samples; `sure`: how sure each step is. Lines that are zero everywhere are left out."""
     lines: list[Cells] = [
         ("", [row.layout for row in rows]),
         ("schedule", [_schedule(row) for row in rows]),
@@ -25,6 +26,7 @@ def comparison_table(rows: Sequence[RankedLayout], each: str) -> str:
         ("recompute", [str(row.recompute) for row in rows]),
         ("", [""] * len(rows)),
         ("step, s", [f"{row.step_s:.4g}" for row in rows]),
+        ("  80 % of steps within", [sure.interval_text(place) for place in range(len(rows))]),
         *_parts([seconds_by_cause(row) for row in rows], "  {}", _share_of(rows)),
         (f"{each}/s", [f"{row.tokens_per_s:,.0f}" for row in rows]),
         ("MFU", [f"{row.mfu:.1%}" for row in rows]),

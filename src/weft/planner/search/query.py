@@ -3,10 +3,11 @@ that a search does not choose."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.core import Sync
 
+from ..cost.belief import Move
 from ..cost.estimate import Estimate, estimate
 from ..cost.hardware import GIB, Cluster, Era
 from ..cost.layout_batch import LayoutBatch
@@ -29,6 +30,10 @@ class PlanQuery:
     def memory_bytes(self) -> float:
         """Of one device."""
         return self.cluster.hardware.device.memory_gib * GIB
+
+    def moved(self, move: Move) -> PlanQuery:
+        """The same with an era whose constants are moved."""
+        return replace(self, era=move(self.era))
 
     def price(self, choices: LayoutBatch) -> Estimate:
         """What each of these would take."""

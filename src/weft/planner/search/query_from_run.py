@@ -27,6 +27,7 @@ from weft.train import (
     with_layout,
 )
 
+from ..cost.hardware import Cluster
 from ..cost.layout_batch import LayoutBatch
 from ..cost.model_work import ModelWork
 from ..cost.precision_policy import PrecisionPolicy
@@ -160,3 +161,14 @@ def run_with_layout(
             schedule=name, cut=cut, dynamic_shapes=pipeline.dynamic_shapes, **arguments
         )
     return on_own_layout(run.model_copy(update={"train": train, "pipeline": pipeline}), axes)
+
+
+def era_of(cluster: Cluster, name: str | None, run: RunConfig | None = None) -> str:
+    """The era of this name; without one "compiled" if the run compiles its blocks, else "eager", as
+    far as the hardware sheet has them. Raises ConfigError."""
+    eras = cluster.hardware.eras
+    compiled = run is not None and run.train.compile == "blocks"
+    wanted = ("compiled", "eager") if compiled else ("eager",)
+    found = name or next((era for era in wanted if era in eras), next(iter(eras)))
+    cluster.hardware.era(found)
+    return found

@@ -9,22 +9,26 @@ from typing import Any
 from weft.core import Refusal
 
 from ..cluster_sim.report import hours_text
+from ..cost.belief import Belief
 from ..cost.hardware import GIB
 from .baselines import Baseline, limits
 from .candidates import LeftOut
+from .certainty import Certainty
 from .comparison import comparison_table, divided_by
 from .explain import excess_text, recompute_text
 from .query import PlanQuery
 from .ranking import RankedLayout, Ranking
 
 WIDTH = 120
+WITHIN = "80 %"  # the interval that holds so many of the steps that are measured
 
 
 @dataclass(frozen=True)
 class PlanReport:
     """`best`: the first row that weft itself would lay so; `refused`: those before it; `left_out`
     by the rules. `took_s`: seconds of the search. `era`: what the software is priced as. `steps` of
-    the run. `notes`: what else is to be known. `explained`: what was asked about."""
+    the run. `belief` about the constants of `question.era`. `notes`: what else is to be known.
+    `explained`: what was asked about."""
 
     question: PlanQuery
     ranked: Ranking
@@ -35,6 +39,7 @@ class PlanReport:
     era: str
     took_s: float
     steps: int
+    belief: Belief
     notes: Sequence[str] = ()
     explained: RankedLayout | None = None
 
@@ -60,8 +65,11 @@ class PlanReport:
     def text(self, top: int) -> str:
         """As wide as WIDTH."""
         shown = self.shown(top)
-        compared = comparison_table(shown, self._each) if self.ranked.compared else ""
-        parts = [self._head(), compared or self._table(shown)]
+        sure = Certainty.of(self.question, self.belief, shown)
+        compared = comparison_table(shown, self._each, sure) if self.ranked.compared else ""
+        parts = [self._head(), compared or self._table(shown, sure)]
+        if said := sure.text(numbered=not compared):
+            parts.append(said)
         if self.losers:
             parts.append(self._losers())
         if self.refused:
@@ -75,6 +83,9 @@ class PlanReport:
     def json(self, top: int) -> dict[str, Any]:
         """Everything: seconds, bytes, shares."""
         cluster, work = self.question.cluster, self.question.work
+        rows = self.rows()[:top]
+        sure = Certainty.of(self.question, self.belief, rows)
+        figures = [row_figures(row) | sure.figures(place) for place, row in enumerate(rows)]
         return {
             "cluster": str(cluster),
             "era": self.era,
@@ -93,10 +104,10 @@ class PlanReport:
             "simulated": self.ranked.simulated,
             "wide": self.ranked.exhaustive,
             "took_s": self.took_s,
-            "best": row_figures(self.best),
+            "best": figures[0],
             "steps": self.steps,
             "run_s": self.run_s,
-            "rows": [row_figures(row) for row in self.rows()[:top]],
+            "rows": figures,
             "losers": [
                 {
                     "name": one.name,
@@ -150,22 +161,24 @@ class PlanReport:
             lines += wrap_parts("note", [note])
         return "\n".join(lines)
 
-    def _table(self, rows: Sequence[RankedLayout]) -> str:
+    def _table(self, rows: Sequence[RankedLayout], sure: Certainty) -> str:
         wide = max(6, *(len(row.layout) for row in rows))
         names = [
             row.schedule + "".join(f" x{value}" for value in row.options.values()) for row in rows
         ]
         named = max(8, *map(len, names))
         each = f"{self._each}/s"
+        within = [sure.interval_text(place) for place in range(len(rows))]
+        far = max(map(len, [*within, WITHIN]))
         head = (
-            f"   {'layout':<{wide}} {'schedule':<{named}} micro recompute  step s {each} MFU   GiB "
-            " limited by"
+            f"   {'layout':<{wide}} {'schedule':<{named}} micro recompute  step s {WITHIN:>{far}}"
+            f" {each} MFU   GiB  limited by"
         )
         lines = [head]
-        for place, (row, name) in enumerate(zip(rows, names), 1):
+        for place, (row, name, range_) in enumerate(zip(rows, names, within), 1):
             lines.append(
                 f"{place:>2} {row.layout:<{wide}} {name:<{named}} {row.microbatch:>5}"
-                f" {recompute_text(row):>9} {row.step_s:>7.4g}"
+                f" {recompute_text(row):>9} {row.step_s:>7.4g} {range_:>{far}}"
                 f" {short_count(row.tokens_per_s):>{len(each)}} {row.mfu:>3.0%}"
                 f" {row.held_bytes / GIB:>5.1f}  {self._limit(row)}"
             )
