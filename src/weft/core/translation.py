@@ -24,7 +24,7 @@ from .errors import ConfigError
 LOCALE = Path(__file__).parent / "locale"
 ENGLISH = "en"
 VARIABLES = ("LANGUAGE", "LC_ALL", "LC_MESSAGES", "LANG")  # as Python's gettext looks them up
-LEAST_LETTERS = 8  # of a message that begins with a value; of one with less, values are words
+LEAST_LETTERS = 8  # of one with less values are words or figures: many a text looks like it
 
 Found = tuple[str, int]  # a translation, and how many characters of the text the message has
 
@@ -90,7 +90,7 @@ class Template:
         self.translation = translation
         self.size = sum(map(len, self.literals))
         letters = sum(map(str.isalpha, "".join(self.literals)))
-        self._vague = not self.literals[0] and letters < LEAST_LETTERS
+        self._vague = letters < LEAST_LETTERS and not self.literals[0].endswith(": ")
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
@@ -107,9 +107,13 @@ class Template:
                 return None
             at += len(literal)
         match = self._pattern.fullmatch(text)
-        if match is None or (self._vague and not vague and any(" " in v for v in match.groups())):
+        if match is None or (self._vague and not vague and any(map(_is_text, match.groups()))):
             return None
         return dict(zip(self.names, match.groups(), strict=True))
+
+
+def _is_text(value: str) -> bool:
+    return " " in value and not value[0].isdigit()
 
 
 def fill(translation: str, values: Mapping[str, str]) -> str:
