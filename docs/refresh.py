@@ -229,6 +229,7 @@ def run(text: str, folder: Path, timeout: float) -> tuple[int, str]:
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         "PYTHONPATH": str(ROOT / "src"),
         "COLUMNS": "120",
+        "LANGUAGE": "en",
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(

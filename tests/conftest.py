@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,7 @@ from tests.sampling import paired_run, short_run
 from weft.launch.local_workers import Pool
 
 torch.set_num_threads(1)
+os.environ["LANGUAGE"] = "en"  # tests read what weft prints
 
 
 @pytest.fixture(scope="session")

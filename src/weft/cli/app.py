@@ -8,6 +8,7 @@ saving a checkpoint; 130 interrupted.
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -25,14 +26,22 @@ from . import (
     train,
     verify,
 )
-from .options import Command
+from .commands import Command, CommandGroup, localized
+from .options import exit_codes
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=CommandGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
 
 
 def main() -> None:
     """The entry point of the command `weft`."""
-    app(prog_name="weft")
+    try:
+        with exit_codes():
+            command = localized(app, sys.argv[1:])
+    except typer.Exit as refused:
+        sys.exit(refused.exit_code)
+    command(prog_name="weft")
 
 
 def _print_version(wanted: bool) -> None:
@@ -51,6 +60,13 @@ def weft(
             "--version", callback=_print_version, is_eager=True, help="Print the version."
         ),
     ] = False,
+    lang: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LANGUAGE",
+            help="Language of help, errors and tables: en or zh. Default: that of the locale.",
+        ),
+    ] = None,
 ) -> None:
     """Train any PyTorch model on many devices, and verify that the numbers are right."""
 

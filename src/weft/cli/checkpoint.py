@@ -11,10 +11,13 @@ import typer
 
 from weft.core import ConfigError, nearest
 
-from .options import AsJson, Command, Output, Settings, exit_codes, load, repeated_options
+from .commands import Command, CommandGroup
+from .options import AsJson, Output, Settings, exit_codes, load, repeated_options, say
 
 commands = typer.Typer(
-    no_args_is_help=True, help="Show checkpoints; convert weights to and from Hugging Face."
+    cls=CommandGroup,
+    no_args_is_help=True,
+    help="Show checkpoints; convert weights to and from Hugging Face.",
 )
 
 RunFolder = Annotated[
@@ -35,7 +38,7 @@ def show(
         from weft.checkpoint import describe_checkpoint, listing_text
 
         found = describe_checkpoint(folder, step)
-        typer.echo(json.dumps(found) if as_json else listing_text(found, tensors))
+        typer.echo(json.dumps(found)) if as_json else say(listing_text(found, tensors))
 
 
 @commands.command(cls=Command)
@@ -63,7 +66,7 @@ def export(
         if dtype is not None and dtype not in DTYPES:
             raise ConfigError("--dtype", dtype, "is no dtype", nearest(dtype, DTYPES))
         found = export_weights(folder, to, step, dtype, merge=merge, averaged=ema)
-        typer.echo(
+        say(
             f"step {found.step}: {found.tensors} tensors, {found.nbytes:,} B, in {found.files}"
             f" files -> {to}"
         )
@@ -91,7 +94,7 @@ def import_(
         run = load(run_file, settings, output=output)
         found = import_weights(source, run)
         begin = ["weft", "train", str(run_file), *repeated_options(settings, None, output)]
-        typer.echo(
+        say(
             f"{found.tensors} tensors, {found.nbytes:,} B -> {run.output}; begin:"
             f" {shlex.join(begin)} --resume"
         )

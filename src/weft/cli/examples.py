@@ -10,11 +10,12 @@ import typer
 
 from weft.core import ConfigError
 
-from .options import Command, exit_codes
+from .commands import Command, CommandGroup
+from .options import exit_codes, say
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
-commands = typer.Typer(no_args_is_help=True, help="Run files to begin with.")
+commands = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Run files to begin with.")
 
 
 @commands.callback()
@@ -39,4 +40,4 @@ def copy(
             raise ConfigError("DIR", str(folder), f"cannot be written ({error})", fix) from None
         for file in sorted(path for path in folder.rglob("*") if path.is_file()):
             typer.echo(file)
-        typer.echo(f"begin: weft train {folder / 'quickstart.toml'}")
+        say(f"begin: weft train {folder / 'quickstart.toml'}")

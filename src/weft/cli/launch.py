@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .commands import Command, CommandGroup
 from .options import (
-    Command,
     LayoutOption,
     RunFile,
     Settings,
@@ -20,7 +20,7 @@ from .options import (
 if TYPE_CHECKING:
     from weft.launch import Job
 
-commands = typer.Typer(no_args_is_help=True, help="Run RUN.toml on a cluster.")
+commands = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="Run RUN.toml on a cluster.")
 
 Hosts = Annotated[
     str,

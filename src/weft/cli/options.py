@@ -7,10 +7,9 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperCommand
 
 from weft.core import (
     LINES,
@@ -18,8 +17,8 @@ from weft.core import (
     ConfigError,
     Refusal,
     WeftError,
-    check_renamed,
     printable,
+    translate,
 )
 from weft.launch import launched_rank, note_error
 
@@ -73,14 +72,9 @@ NoKeptRuns = Annotated[
 ]
 
 
-class Command(TyperCommand):
-    """A command that refuses the old name of an option, and names the new one."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        with exit_codes():
-            for word in args:
-                check_renamed(word.partition("=")[0])
-        return super().parse_args(ctx, args)
+def say(text: str, err: bool = False) -> None:
+    """Print what a person reads, in their language."""
+    typer.echo(translate(text), err=err)
 
 
 @contextmanager
@@ -92,11 +86,11 @@ def exit_codes() -> Iterator[None]:
         joined = launched_rank()
         # all ranks refuse with the same words: one prints them
         if joined is None or joined[0] == 0 or not isinstance(error, Refusal):
-            typer.echo(f"weft: {printable(str(error), LINES)}", err=True)
+            typer.echo(f"weft: {printable(translate(str(error)), LINES)}", err=True)
         note_error(str(error))
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
-        typer.echo("weft: interrupted", err=True)
+        say("weft: interrupted", err=True)
         raise typer.Exit(130) from None
 
 

@@ -8,7 +8,18 @@ from typing import Annotated
 
 import typer
 
-from .options import AsJson, Era, Measured, NoCode, NoKeptRuns, RunFile, Settings, exit_codes, load
+from .options import (
+    AsJson,
+    Era,
+    Measured,
+    NoCode,
+    NoKeptRuns,
+    RunFile,
+    Settings,
+    exit_codes,
+    load,
+    say,
+)
 from .picture_file import write_file
 
 
@@ -106,14 +117,14 @@ def plan(
                 found |= {"explained": row_figures(row) | {"parts": explain_json(row)}}
             typer.echo(json.dumps(found))
         elif row is not None:
-            typer.echo(explain_row(row))
+            say(explain_row(row))
         else:
-            typer.echo(report.text(top))
+            say(report.text(top))
             fits = report.best.fits
             if out is not None:
                 next_step = f"; now weft train {out}" if fits else ", which does not fit"
                 next_step = "" if pictured else next_step
-                typer.echo(f"\nwritten: {out}{next_step}")
+                say(f"\nwritten: {out}{next_step}")
             elif fits:
                 name = f"{path.stem}-{report.question.cluster.hardware.name}.toml"
-                typer.echo(f"\nto train so: the same with --out {name}, then weft train {name}")
+                say(f"\nto train so: the same with --out {name}, then weft train {name}")

@@ -10,7 +10,7 @@ from rich.filesize import decimal
 
 from weft.core import ConfigError
 
-from .options import exit_codes
+from .options import exit_codes, say
 
 
 def report(
@@ -57,7 +57,7 @@ def report(
             fix = "write weft report RUN_DIR, weft report A B, or weft report --plan FILE.json"
             raise ConfigError("RUN_DIR", " ".join(map(str, named)), problem, fix)
         size = write_html(where, page)
-        typer.echo(f"{where}: {decimal(size)}; open it in a browser")
+        say(f"{where}: {decimal(size)}; open it in a browser")
 
 
 REPORT = "report.html"

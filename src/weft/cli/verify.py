@@ -11,7 +11,7 @@ import typer
 
 from weft.core import METRICS, RUN_FILE, ConfigError
 
-from .options import AsJson, NoCode, RunFile, Settings, exit_codes, load
+from .options import AsJson, NoCode, RunFile, Settings, exit_codes, load, say
 
 if TYPE_CHECKING:
     from weft.core import Refusal, RunConfig
@@ -95,16 +95,16 @@ def verify(
         layouts = [*named, *(axes for axes in tried if axes not in named)]
         for key in ("async_tp", "offload_activations"):
             if getattr(run.train, key):
-                typer.echo(f"weft: train.{key} needs GPUs: verified without", err=True)
+                say(f"weft: train.{key} needs GPUs: verified without", err=True)
         written, run = run, on_cpus(run)
         refused = _refused_layouts(run, layouts, deep)
         for axes in [axes for axes in refused if axes not in named]:
-            typer.echo(f"weft: left out {axes}: {refused.pop(axes)}", err=True)
+            say(f"weft: left out {axes}: {refused.pop(axes)}", err=True)
             layouts.remove(axes)
         float8 = run.precision.float8
         verified = verified_precision(run.precision, precision)
         if verified.float8 != float8:
-            typer.echo(
+            say(
                 f"weft: [precision] float8 = {float8!r} is left out: verified in {precision}."
                 " --precision float8 verifies it, by emulation",
                 err=True,
@@ -115,12 +115,12 @@ def verify(
                 f"[sync] {run.sync.name}, {run.sync.codec} changes numbers by design:"
                 f" verified with {exact.name}, {exact.codec}"
             )
-            typer.echo(f"weft: {changed}", err=True)
+            say(f"weft: {changed}", err=True)
         report = verify_layouts(
             run,
             layouts,
             count,
-            lambda result: None if as_json else typer.echo(f"{result_table(result, count)}\n"),
+            lambda result: None if as_json else say(f"{result_table(result, count)}\n"),
             precision,
             refused,
         )
@@ -128,18 +128,18 @@ def verify(
         if deep:
             planned = [axes for axes in layouts if axes not in refused]
             training = verify_deep(
-                run, planned, lambda found: None if as_json else typer.echo(f"{found.text()}\n")
+                run, planned, lambda found: None if as_json else say(f"{found.text()}\n")
             )
         covered = coverage(written, count, verified, changed, training)
         report = replace(report, training=tuple(training), covered=tuple(covered))
         if not as_json:
-            typer.echo(f"{coverage_text(covered)}\n")
+            say(f"{coverage_text(covered)}\n")
         folder = _run_folder(path, written, output)
         if folder is not None:
             write_verified(
                 folder, report, written.model_dump(mode="json", exclude_none=True), precision
             )
-        typer.echo(report.json() if as_json else report.verdict())
+        typer.echo(report.json()) if as_json else say(report.verdict())
         if not report.passed:
             raise typer.Exit(1)
 
@@ -175,6 +175,6 @@ def _refused_layouts(run: RunConfig, layouts: Sequence[str], deep: bool) -> dict
     except Refusal as last:
         for axes, why in refused.items():
             if why is not last:
-                typer.echo(f"weft: {axes} is refused: {why}", err=True)
+                say(f"weft: {axes} is refused: {why}", err=True)
         raise
     return refused

@@ -187,6 +187,13 @@ from .toml import (
     toml_refusal as toml_refusal,
 )
 from .train_config import BackendChoice as BackendChoice, TrainConfig as TrainConfig
+from .translation import (
+    ENGLISH as ENGLISH,
+    choose_language as choose_language,
+    language as language,
+    languages as languages,
+    translate as translate,
+)
 from .unit_choice import (
     BLOCKS as BLOCKS,
     UNIT_CHOICES as UNIT_CHOICES,

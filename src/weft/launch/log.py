@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from weft.core import LINES, printable
+from weft.core import LINES, printable, translate
 
 
 def log_line(text: str) -> None:
     """On stderr, at once."""
-    print(f"weft: {printable(text, LINES)}", file=sys.stderr, flush=True)
+    print(f"weft: {printable(translate(text), LINES)}", file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from weft.core import short_number
+from weft.core import short_number, translate
 
 from .metrics import Line
 
@@ -63,7 +63,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """A line of text, above the bar."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(translate(text), markup=False, highlight=False, soft_wrap=True)
 
     def table(self, rows: Mapping[str, str]) -> None:
         """Names and values, one a line."""

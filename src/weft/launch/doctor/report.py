@@ -10,6 +10,8 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.text import Text
 
+from weft.core import translate
+
 from . import checks
 from .checks import DoctorRequest, HostReport
 from .findings import Finding, Host, State, worst
@@ -51,14 +53,15 @@ def _check_this_host(asked: DoctorRequest, out: Console) -> HostReport:
 
 
 def _say(out: Console, lines: str) -> None:
-    out.print(lines, markup=False, highlight=False, soft_wrap=True)
+    out.print(translate(lines), markup=False, highlight=False, soft_wrap=True)
 
 
 def print_findings(out: Console, findings: Iterable[tuple[str, Finding]]) -> None:
     """A few lines for each: its state, its name, and where what was found; then what follows from
     it."""
     for where, finding in findings:
-        said = [f"{where}: {finding.found}" if where else finding.found, finding.advice]
+        found, advice = translate(finding.found), translate(finding.advice)
+        said = [f"{where}: {found}" if where else found, advice]
         wide = max(40, out.width - len(INDENT))
         lines = [
             line for each in said for line in textwrap.wrap(each, wide, break_on_hyphens=False)
