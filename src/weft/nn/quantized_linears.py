@@ -90,8 +90,10 @@ def quantize_frozen(model: nn.Module, kind: str) -> None:
         if kind == "int8":
             made: nn.Module = Int8Linear(*_rounded(weight, kind), linear.bias)
         elif linear.in_features % 2:
-            problem = f"{path}.{name}".strip(".") + f" has {linear.in_features} input features"
-            raise ConfigError(FIELD, kind, f"{problem}, an odd number", 'use "int8"')
+            named, odd = f"{path}.{name}".strip("."), linear.in_features
+            raise ConfigError(
+                FIELD, kind, f"{named} has {odd} input features, an odd number", 'use "int8"'
+            )
         else:
             made = Nf4Linear(*to_nf4(weight), linear.bias)
         setattr(parent, name, made.train(linear.training))
