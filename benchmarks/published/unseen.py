@@ -1,6 +1,7 @@
 """Each source predicted by constants that were fitted to all other sources.
 
-    python benchmarks/published/unseen.py [SOURCE ...]  # scipy; five minutes for all
+    python benchmarks/published/unseen.py [SOURCE ...]  # scipy: fits without each, and scores it
+    python benchmarks/published/unseen.py --kept-fits   # scores with constants of the last fits
 
 Writes results/unseen.json, where sources that are not named keep their scores, and the table in
 README.md.
@@ -8,9 +9,6 @@ README.md.
 This is what a user meets whose machine and software nobody fitted. An era that other sources tell
 of is fitted to these alone; a constant that only the source itself could tell has a prior: what the
 other fits say of it.
-
-    python benchmarks/published/unseen.py [SOURCE ...]  # fits without each source, and scores it
-    python benchmarks/published/unseen.py --kept-fits   # scores with constants of the last fits
 
 Of each source that has more rows than are given, two rows then move its constants
 (`measured.py`). How wide intervals are is chosen on all other sources.
