@@ -67,6 +67,8 @@ def test_a_table_of_the_best_layouts(tmp_path: Path) -> None:
         "recompute",
         "step",
         "s",
+        "80",
+        "%",
         "tokens/s",
         "MFU",
         "GiB",
@@ -311,9 +313,9 @@ def test_what_is_shown_is_explained_as_it_is_shown(tmp_path: Path) -> None:
         told = json.loads(weft(*asked, "--top", "3", "--explain", row["layout"]).output)[
             "explained"
         ]
-        assert (
-            told.items() >= next(each for each in shown if each["layout"] == row["layout"]).items()
-        )
+        wanted = next(each for each in shown if each["layout"] == row["layout"])
+        wanted = {key: value for key, value in wanted.items() if key != "as_fast_as"}
+        assert told.items() >= wanted.items()
 
 
 def test_more_stages_than_blocks(tmp_path: Path) -> None:
@@ -401,6 +403,7 @@ def test_what_is_explained_is_what_was_asked_for(tmp_path: Path, asked: str, fou
         "plan", run, "--cluster", f"{sheet}x4", "--explain", asked, "--layout", asked, "--json"
     ).output
     told = json.loads(whole)
+    assert told["best"].pop("as_fast_as") == []
     assert told["explained"].items() >= told["best"].items()
     little = ("--max-memory", str(told["best"]["held_bytes"] / 2**30 * 0.9))
     short = weft(

@@ -88,7 +88,6 @@ def plan(
             explain_row,
             memory_svg,
             plan_for_cluster,
-            row_figures,
             write_run_file,
         )
 
@@ -114,7 +113,7 @@ def plan(
         if as_json:
             found = report.json(top)
             if row is not None:
-                found |= {"explained": row_figures(row) | {"parts": explain_json(row)}}
+                found |= {"explained": report.figures_of(row) | {"parts": explain_json(row)}}
             typer.echo(json.dumps(found))
         elif row is not None:
             say(explain_row(row))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -43,14 +43,15 @@ class Certainty:
         """As in `9.41-12.1`."""
         return f"{self.low_s[place]:.3g}-{self.high_s[place]:.3g}"
 
-    def figures(self, place: int) -> dict[str, Any]:
+    def interval(self, place: int) -> dict[str, float]:
         """Of one layout, for programs."""
+        low, high = float(self.low_s[place]), float(self.high_s[place])
+        return {"step_s_low": low, "step_s_high": high}
+
+    def as_fast_as(self, place: int) -> list[str]:
+        """The others that one layout cannot be told apart from."""
         others = [name for name, same in zip(self.names, self.alike[place]) if same]
-        return {
-            "step_s_low": float(self.low_s[place]),
-            "step_s_high": float(self.high_s[place]),
-            "as_fast_as": [name for name in others if name != self.names[place]],
-        }
+        return [name for name in others if name != self.names[place]]
 
     def text(self, numbered: bool) -> str:
         """Which layouts cannot be told apart from the fastest, by their numbers or their names;

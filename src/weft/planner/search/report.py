@@ -85,7 +85,10 @@ class PlanReport:
         cluster, work = self.question.cluster, self.question.work
         rows = self.rows()[:top]
         sure = Certainty.of(self.question, self.belief, rows)
-        figures = [row_figures(row) | sure.figures(place) for place, row in enumerate(rows)]
+        figures = [
+            row_figures(row) | sure.interval(place) | {"as_fast_as": sure.as_fast_as(place)}
+            for place, row in enumerate(rows)
+        ]
         return {
             "cluster": str(cluster),
             "era": self.era,
@@ -113,7 +116,7 @@ class PlanReport:
                     "name": one.name,
                     "pattern": one.pattern,
                     "why": one.why,
-                    "row": one.row and row_figures(one.row),
+                    "row": one.row and self.figures_of(one.row),
                 }
                 for one in self.losers
             ],
@@ -126,6 +129,11 @@ class PlanReport:
             "habits": sorted(self.ranked.conventions),
             "notes": list(self.notes),
         }
+
+    def figures_of(self, row: RankedLayout) -> dict[str, Any]:
+        """One layout's seconds, with their interval, and bytes."""
+        sure = Certainty.of(self.question, self.belief, [row])
+        return row_figures(row) | sure.interval(0)
 
     # ---- text ------------------------------------------------------------------------------------
 
