@@ -14,7 +14,7 @@ GROUPS = {
     "weights": ("weights", "gathered weights"),
     "gradients": ("gradients", "stand-ins"),
     "state": ("optimizer", "averages", "agreement"),
-    "activations": ("activations", "beside", "start"),
+    "activations": ("activations", "beside", "update", "start"),
     "process": ("process",),
 }
 MOST_RANKS = 32
