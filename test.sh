@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets weft up in .venv with all that its tests need, once; then lint, types, spelling and tests.
 #     ./test.sh                            a sample of every kind of test
-#     ./test.sh --pairs                    what CI runs: of large grids each pair of values
+#     ./test.sh --slow                     what CI runs: slow tests, too
 #     ./test.sh --all                      every case of every test
 #     ./test.sh tests/core/test_layout.py -x    arguments go to pytest
 #     ./test.sh --all --cov                coverage, of worker processes too

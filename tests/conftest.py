@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.sampling import paired_run, short_run
+from tests.sampling import sample
 from weft.launch.local_workers import Pool
 
 torch.set_num_threads(1)
@@ -25,8 +25,8 @@ def pool() -> Iterator[Pool]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="Every test: whole grids and slow tests.")
-    help = "What CI runs: of whole grids, cases in which each pair of words occurs; slow tests."
-    parser.addoption("--pairs", action="store_true", help=help)
+    help = "What CI runs: slow tests too, and of grids the cases in which each word occurs."
+    parser.addoption("--slow", action="store_true", help=help)
     help = "Commands of all pages that start ranks, not only of those that are read first."
     parser.addoption("--pages", action="store_true", help=help)
 
@@ -34,8 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without --all, and unless files are named, a sample of the tests that are many or slow."""
     named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
-    if config.getoption("--all") or (named and not config.getoption("--pairs")):
+    slow = config.getoption("--slow")
+    if config.getoption("--all") or (named and not slow):
         return
-    kept, left_out = (paired_run if config.getoption("--pairs") else short_run)(items)
+    kept, left_out = sample(items, slow)
     config.hook.pytest_deselected(items=left_out)
     items[:] = kept

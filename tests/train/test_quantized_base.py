@@ -145,10 +145,9 @@ def in_nf4(folder: Path) -> nn.Module:
     model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(folder)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and name != "lm_head":
-            packed, state = bits.quantize_4bit(
-                module.weight.data, blocksize=BLOCK, quant_type="nf4"
-            )
-            module.weight.data = bits.dequantize_4bit(packed, state)
+            kind = {"blocksize": BLOCK, "quant_type": "nf4"}  # a row by itself: these are short
+            rows = [bits.quantize_4bit(row.clone(), **kind) for row in module.weight.data]
+            module.weight.data = torch.stack([bits.dequantize_4bit(*row) for row in rows])
     return model
 
 
