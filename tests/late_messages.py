@@ -119,8 +119,8 @@ class _LateKernels:
             self._receive, [torch.zeros(1, dtype=torch.uint8)], group, to, 2 * number + 1
         )
         travel = UP_S if to > dist.ProcessGroup.unbox(group).rank() else DOWN_S
-        called = sys._getframe(1), threading.get_ident()
-        arguments = asked, travel, [late], send, late.sent, called
+        caller = sys._getframe(1), threading.get_ident()
+        arguments = asked, travel, [late], [caller], send, late.sent
         threading.Thread(target=_send_when, args=arguments, daemon=True).start()
         return late.boxed()
 
@@ -229,18 +229,19 @@ def _send_when(
     asked: Callable[[], dist.Work],
     travel_s: float,
     late: list[_LateSend],
+    caller: list[tuple[FrameType, int]],
     send: Callable[[list[Tensor]], dist.Work],
     sent: threading.Event,
-    called: tuple[FrameType, int],
 ) -> None:
     """Send what is in the tensors when the receiver waits; nonsense, if the sender has let go of
-    the work before it was `sent`: gloo loses such a message. `called`: the frame that sends, and
-    its thread, which have the work when that frame has ended."""
+    the work before it was `sent`: gloo loses such a message. `caller`: the frame that sends, and
+    its thread, which have the work when that frame has ended. They and `late` come in lists, which
+    are emptied: a thread holds its arguments to its end, and a frame all that its callers hold."""
     asked().wait()
     time.sleep(travel_s)
-    while _runs(*called):
+    while _runs(*caller[0]):
         time.sleep(UP_S)
-    del called
+    caller.clear()
     lost = [torch.empty_like(t) for t in late[0].tensors]
     held = weakref.ref(late.pop())
     work = held()

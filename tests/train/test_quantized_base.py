@@ -147,7 +147,7 @@ def in_nf4(folder: Path) -> nn.Module:
         if isinstance(module, nn.Linear) and name != "lm_head":
             kind = {"blocksize": BLOCK, "quant_type": "nf4"}  # a row by itself: these are short
             rows = [bits.quantize_4bit(row.clone(), **kind) for row in module.weight.data]
-            module.weight.data = torch.stack([bits.dequantize_4bit(*row) for row in rows])
+            module.weight.data = torch.cat([bits.dequantize_4bit(*row).view(1, -1) for row in rows])
     return model
 
 
