@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from weft.core import kept_imports
+
 from .options import (
     AsJson,
     Era,
@@ -83,13 +85,14 @@ def plan(
     with exit_codes():
         run = load(path, settings, no_code=no_code)
 
-        from weft.planner import (
-            explain_json,
-            explain_row,
-            memory_svg,
-            plan_for_cluster,
-            write_run_file,
-        )
+        with kept_imports():
+            from weft.planner import (
+                explain_json,
+                explain_row,
+                memory_svg,
+                plan_for_cluster,
+                write_run_file,
+            )
 
         report, laid = plan_for_cluster(
             run,

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from weft.core import kept_imports
+
 from .options import (
     Era,
     LayoutOption,
@@ -104,18 +106,19 @@ def simulate(
     with exit_codes():
         run = load(path, settings, layout, no_code=no_code)
 
-        from weft.planner import (
-            SimulateRequest,
-            make_scenario,
-            parse_scale_mode,
-            parse_slow,
-            parse_slow_link,
-            print_report,
-            report_json,
-            require_unique,
-            simulate_scenario,
-            write_report,
-        )
+        with kept_imports():
+            from weft.planner import (
+                SimulateRequest,
+                make_scenario,
+                parse_scale_mode,
+                parse_slow,
+                parse_slow_link,
+                print_report,
+                report_json,
+                require_unique,
+                simulate_scenario,
+                write_report,
+            )
 
         request = SimulateRequest(
             slow=require_unique(map(parse_slow, slow or []), "--slow"),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from weft.core import STOPPED, ConfigError
+from weft.core import STOPPED, ConfigError, kept_imports
 from weft.launch import Rendezvous, launched_rank, parse_nodes
 
 from .options import (
@@ -91,7 +91,8 @@ def train(
         if nodes is not None:
             # set before torch is imported: each lost connection prints a page of C++ stacks else
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        from . import train_run
+        with kept_imports():
+            from . import train_run
 
         if nodes is None and nproc not in (None, run.world):
             raise train_run.world_size_error(run, "--nproc", nproc)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.core import METRICS, RUN_FILE, ConfigError
+from weft.core import METRICS, RUN_FILE, ConfigError, kept_imports
 
 from .options import AsJson, NoCode, RunFile, Settings, exit_codes, load, say
 
@@ -76,18 +76,19 @@ def verify(
             problem = "trains as ranks do, and [workers] has none"
             raise ConfigError("--deep", deep, problem, "leave it out")
 
-        from weft.verification import (
-            coverage,
-            coverage_text,
-            every_layout,
-            on_cpus,
-            result_table,
-            verified_precision,
-            verified_sync,
-            verify_deep,
-            verify_layouts,
-            write_verified,
-        )
+        with kept_imports():
+            from weft.verification import (
+                coverage,
+                coverage_text,
+                every_layout,
+                on_cpus,
+                result_table,
+                verified_precision,
+                verified_sync,
+                verify_deep,
+                verify_layouts,
+                write_verified,
+            )
 
         layouts, count = list(layout or []), steps or (3 if precision == "fp64" else 1)
         tried = [] if world is None else every_layout(world)

@@ -70,6 +70,7 @@ from .grad_buckets import (
     gradient_owners as gradient_owners,
 )
 from .json_exchange import gather_json as gather_json
+from .kept_imports import kept_imports as kept_imports
 from .layout import (
     EXPERTS as EXPERTS,
     EXPERTS_OPTION as EXPERTS_OPTION,

@@ -6,6 +6,9 @@ is made a call of the module."""
 from __future__ import annotations
 
 import ast
+import inspect
+import linecache
+import re
 from collections.abc import Callable
 from functools import lru_cache, wraps
 from typing import Any
@@ -61,11 +64,25 @@ def _hooked(module: nn.Module) -> Callable[..., Any]:
 
 @lru_cache(maxsize=4096)
 def _calls_forward(kind: type) -> bool:
+    if not _file_calls_forward(kind):
+        return False  # else a large class, such as one that generates text, takes half a second
     calls = (node.func for node in ast.walk(class_tree(kind)) if isinstance(node, ast.Call))
     return any(
         isinstance(called, ast.Attribute) and called.attr == "forward" and _is_module(called.value)
         for called in calls
     )
+
+
+def _file_calls_forward(kind: type) -> bool:
+    """Whether a line of the file that has the class, other than a comment, calls `x.forward`."""
+    try:
+        file = inspect.getsourcefile(kind)
+    except (OSError, TypeError):  # it has no file
+        return False
+    return file is not None and _FORWARD_CALL.search("".join(linecache.getlines(file))) is not None
+
+
+_FORWARD_CALL = re.compile(r"^(?!\s*#).*\.\s*forward\s*\(", re.MULTILINE)
 
 
 def _is_module(called: ast.expr) -> bool:

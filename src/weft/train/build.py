@@ -26,6 +26,7 @@ from weft.core import (
     Refusal,
     RunConfig,
     Sync,
+    kept_imports,
     nearest,
     parts_within,
     read_file,
@@ -224,7 +225,8 @@ def build_skeleton(run: RunConfig, with_adapter: bool = True) -> nn.Module:
     made. `with_adapter`: as of `build_model`."""
     dtype = planned_dtype(run)
     try:
-        built = _built(run, "meta", dtype, with_adapter=with_adapter)
+        with kept_imports():
+            built = _built(run, "meta", dtype, with_adapter=with_adapter)
     except ConfigError:
         built = _built(run, "cpu", dtype, with_adapter=with_adapter)
     return _frozen(run, built, with_adapter)
