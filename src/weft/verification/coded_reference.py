@@ -102,7 +102,8 @@ def run_coded(case: Case, layout: str, steps: int) -> Reference:
         found.norms.append(norms_of(found.gradients[-1])[0])
         if case.clip is not None:
             torch.nn.utils.clip_grad_norm_(list(trained.values()), case.clip)
-        optimizer.step()
+        with case.mode():
+            optimizer.step()
         optimizer.zero_grad()
         experts.move()
         found.slowest_s = max(found.slowest_s, time.monotonic() - begun)

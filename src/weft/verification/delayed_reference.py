@@ -84,7 +84,8 @@ def run_delayed(case: Case, layout: str, steps: int) -> Reference:
             if m == plan.accumulate - 1 or update[m + 1] > update[m]:
                 for names, optimizer, kept in zip(stages, optimizers, versions, strict=True):
                     if optimizer is not None:
-                        optimizer.step()
+                        with case.mode():
+                            optimizer.step()
                         optimizer.zero_grad()
                     kept.append(_copies(params, names))
         experts.move()

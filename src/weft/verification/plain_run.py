@@ -179,7 +179,8 @@ class PlainRun:
         if taken:
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_(self.params.values(), clip)
-            self.optimizer.step()
+            with self.case.mode():
+                self.optimizer.step()
         self.experts.move(taken)
 
     @torch.no_grad()

@@ -158,16 +158,17 @@ def _errors_apart(
     want: Tensor,
     floor: float,
     noise: Tensor | None,
+    times: Tensor | None = None,
 ) -> dict[str, float]:
     """Errors of a tensor that has elements as a weight has, those that are `noise` by themselves:
-    named and measured as one where there are none."""
+    named and measured as one where there are none. `times`: as of `tensor_error`."""
     if noise is None or noise.shape != want.shape:
-        return {name: tensor_error(tensor, parts, want, floor)}
-    found = {}
+        return {name: tensor_error(tensor, parts, want, floor, times)}
+    found, weighed = {}, torch.ones_like(noise) if times is None else times
     if not noise.all():
-        found[name] = tensor_error(tensor, parts, want, floor, ~noise)
+        found[name] = tensor_error(tensor, parts, want, floor, ~noise * weighed)
     alone = f"{name} ({int(noise.sum())} elements {ALONE})"
-    found[alone] = OF_NOISE * tensor_error(tensor, parts, want, floor, noise)
+    found[alone] = OF_NOISE * tensor_error(tensor, parts, want, floor, noise * weighed)
     return found
 
 
@@ -187,9 +188,7 @@ def state_errors(
         for piece in engine.tensors():
             want = reference.final.get(piece.name)
             if want is None:
-                if piece.name.startswith(("optimizer/", "sync/")):
-                    # state that one device has not made: the gradient never came; or what a codec
-                    # keeps, which the next step shows
+                if piece.name.startswith("sync/"):  # of a codec: the next step shows it
                     continue
                 errors[f"{piece.name} (not on one device)"] = inf
                 continue
@@ -214,7 +213,7 @@ def state_errors(
             if piece.name.startswith("outer/"):  # a difference of weights is measured as they are
                 found = _errors_apart(*here, norms_of({owner: weights[owner]})[0], noise.get(owner))
             else:
-                found = _errors_beside(*here, floor, follows, moments)
+                found = _errors_beside(*here, floor, follows, moments, noise.get(owner))
             errors |= {f"{label} after the last step": error for label, error in found.items()}
     except ValueError as error:
         problem = f"not where the plan says: {error}"
@@ -230,14 +229,15 @@ def _errors_beside(
     floor: float,
     follows: bool,
     moments: Moments,
+    noise: Tensor | None = None,
 ) -> dict[str, float]:
-    """Errors of what has no elements as weights have. Those of buffers count for less where
-    rounding moves weights that they may follow."""
+    """Errors of optimizer state, `noise` being that of its weight, and of buffers. Those of buffers
+    count for less where rounding moves weights that they may follow."""
     got, want = (moments.shares(name, each) for each in (tensor, want))
-    error = tensor_error(got, parts, want, floor, moments.times(name))
-    if follows and not name.startswith("optimizer/"):
-        return {f"{name} {FOLLOWS}": OF_NOISE * error}
-    return {name: error}
+    if name.startswith("optimizer/"):
+        return _errors_apart(name, got, parts, want, floor, noise, moments.times(name))
+    error = tensor_error(got, parts, want, floor)
+    return {f"{name} {FOLLOWS}": OF_NOISE * error} if follows else {name: error}
 
 
 def _norm_like(name: str, final: Mapping[str, Tensor]) -> float:
@@ -274,10 +274,8 @@ def saved_state_errors(
     moments = Moments(final)
     sizes = {**final, **moments.sizes}
     for name in sorted(final.keys() | saved.keys(), key=lambda n: (n not in weights, n)):
-        of_optimizer = name.startswith("optimizer/")
         if name not in final or name not in saved:
-            if not of_optimizer:  # else a gradient that never came
-                errors[f"{name} (on one side only)"] = inf
+            errors[f"{name} (on one side only)"] = inf
             continue
         here = name, saved[name], whole_shard(name, saved[name]).chunks, final[name]
         owner = _owner_of(name)
@@ -290,7 +288,8 @@ def saved_state_errors(
             errors |= _errors_apart(*here, floor, noise.get(owner))
         else:
             floor = bounds.small * _norm_like(name, sizes)
-            errors |= _errors_beside(*here, floor, follows, moments)
+            weight = name.partition("/")[2].rpartition("/")[0]
+            errors |= _errors_beside(*here, floor, follows, moments, noise.get(weight))
     return errors
 
 
