@@ -183,7 +183,9 @@ def _replay(
     broken = [*case.faults(), *seed_faults([each.seed for each in cases])]
     broken += replay_faults(plan, {number: orders[number] for number in servers}, steps, shown=1)
     ways = [(worker.gradients, worker.ended) for worker in workers]
-    replayed = [PlainWorker(r, steps, *way, saves=_never) for r, way in zip(runs, ways, strict=True)]
+    replayed = [
+        PlainWorker(r, steps, *way, saves=_never) for r, way in zip(runs, ways, strict=True)
+    ]
     with case.mode():
         replay(list(servers.values()), replayed)
     for number, worker in enumerate(workers):
