@@ -73,12 +73,12 @@ def check_replayed(case: Case, layout: str, reference: Reference) -> LayoutResul
     assert isinstance(replicas, AsyncServerReplicas)
     replicas.order = []
     took: list[tuple[float, Grads, Grads]] = []  # loss, gradients, and weights afterwards
-    # servers update weights in threads of their own, also between steps
-    with Watchdog(hang_s(case, layout, reference)) as watchdog, case.mode():
+    with Watchdog(hang_s(case, layout, reference)) as watchdog:
         for step in range(steps):
             batch = case.batch_of(step, engine.data_rank, engine.data_size)
             begun = time.monotonic()
-            taken = engine.step(batch)
+            with case.mode():
+                taken = engine.step(batch)
             # each replica is slow in turn, so that others overtake it
             turn = (replicas.index + step // 2) % plan.layout.replica_count
             time.sleep(min(SLOW_S, turn * (time.monotonic() - begun)))
@@ -183,11 +183,10 @@ def _replay(
     broken = [*case.faults(), *seed_faults([each.seed for each in cases])]
     broken += replay_faults(plan, {number: orders[number] for number in servers}, steps, shown=1)
     ways = [(worker.gradients, worker.ended) for worker in workers]
-    replayed = [
-        PlainWorker(r, steps, *way, saves=_never) for r, way in zip(runs, ways, strict=True)
-    ]
-    with case.mode():
-        replay(list(servers.values()), replayed)
+    replay(
+        list(servers.values()),
+        [PlainWorker(run, steps, *way, saves=_never) for run, way in zip(runs, ways, strict=True)],
+    )
     for number, worker in enumerate(workers):
         final = final_state(worker.run.model, [], {})
         for server in servers.values():

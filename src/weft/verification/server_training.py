@@ -97,19 +97,20 @@ def train_in_order(
         _TrainingWorker(trainee, rules, rates, first, validates=number == 0)
         for number, trainee in enumerate(trainees)
     ]
-    replayed = [
-        PlainWorker(
-            each.trainee.run,
-            steps,
-            each.gradients,
-            each.ended,
-            saves.__contains__ if each.validates else _never,
-            keep,
-        )
-        for each in workers
-    ]
-    with case.mode():
-        replay(list(servers.values()), replayed)
+    replay(
+        list(servers.values()),
+        [
+            PlainWorker(
+                each.trainee.run,
+                steps,
+                each.gradients,
+                each.ended,
+                saves.__contains__ if each.validates else _never,
+                keep,
+            )
+            for each in workers
+        ],
+    )
     found = workers[0].found
     found.final = final_state(trainees[0].run.model, [], {})
     for server in servers.values():
