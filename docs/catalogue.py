@@ -30,6 +30,8 @@ from pydantic import BaseModel
 
 from weft.cli.app import app
 from weft.core import RunConfig
+from weft.planner.cost.breakdown import MemoryPart, TimePart, waits_for
+from weft.planner.search.baselines import COMPUTING, SAID
 
 SOURCE = Path(__file__).parents[1] / "src" / "weft"
 LOCALE = SOURCE / "core" / "locale"
@@ -66,6 +68,8 @@ OF_TYPER = [
     "must be a finite number",
     "change it",
 ]
+# Of a model, in reasons of a search to leave a layout out.
+COUNTED = ["head", "key head", "expert", "data rank", "part"]
 MOST = 12  # templates that one expression may become; of more, each choice is a message of its own
 
 # Callable -> place and name of the parameters that a person reads.
@@ -77,21 +81,53 @@ SINKS = {
     "say": {0: "text"},
     "Finding": {2: "found", 3: "advice"},
     "table_error": {0: "problem", 1: "fix"},
+    "Constraint": {2: "reason"},  # why a search leaves a layout out
+    "translate": {0: "text"},
 }
-TEXTS = ["_KINDS"]  # constants of texts
+TEXTS = {"_KINDS": False, "NAMES": True}  # constants of texts; whether one word is one
 # Functions all of whose texts are lines of a table; two spaces part its columns.
 TABLES = {
     "verification/report.py": ["result_table", "_told"],
-    "verification/coverage.py": ["coverage", "coverage_text"],
+    "verification/coverage.py": ["coverage"],
     "verification/training_check.py": ["rate_text", "text"],
     "launch/doctor/report.py": ["verdict", "_ranks", "_precision", "_checkpoints"],
     "train/run_summary.py": ["run_header", "run_summary"],
     "train/progress.py": ["describe"],
-    "planner/search/report.py": ["_head"],
+    "planner/search/report.py": ["text", "_head", "_losers"],
+    "planner/search/explain.py": ["explain_row", "describe_row", "excess_text"],
+    "planner/search/comparison.py": ["comparison_table"],
+    "planner/search/certainty.py": ["text"],
+    "planner/search/baselines.py": ["baseline_patterns", "_no_baseline_reason", "why_slower"],
+    "planner/search/single_layout.py": ["other_ways"],
+    "planner/plan_run.py": ["plan_notes"],
+    "planner/measured_constants.py": ["measured_constants", "_kept"],
+    "planner/calibrate/report.py": ["measurement_rows"],
+    "planner/cluster_sim/failures.py": ["failure_cost"],
+    "planner/cluster_sim/report.py": ["_step", "_often"],
+    "planner/cluster_sim/scenario.py": ["on_stages"],
+    "planner/cluster_sim/slow_links.py": ["slow_link_cost"],
+    "planner/cluster_sim/stragglers.py": ["straggler_table", "_describe_slow"],
+    "planner/simulate_run.py": ["_ways"],
+    "planner/calibrate/fit_runs.py": ["error_rows"],
+    "checkpoint/listing.py": ["listing_text"],
+    "collectives/describe.py": ["headline", "time_lines", "traffic_line"],
+    "parallel/draw_plan/describe.py": ["panel_name", "legend"],
+    "parallel/draw_plan/rows.py": ["head", "_lies"],
+    "train/overlap/describe.py": ["headline", "comm_line"],
+    "pipeline/draw/style.py": ["figures_line"],
+    "pipeline/draw/terminal.py": ["_scale"],
+    "launch/watchdog.py": ["missing_ranks", "frame_location", "hang_report"],
 }
-# Words of these functions that nobody reads.
+# Of these functions what nobody reads, or only within another text.
 NAMES = {"async_tp", "bf16", "clip", "cores", "dropped_share", "fast", "fp16", "fp32", "fp64"}
-NAMES |= {"offload_activations", "_per_s", "rollback", "skip", "usable"}
+NAMES |= {
+    "{filename}:{lineno} in {name}: `{line}`",
+    "offload_activations",
+    "_per_s",
+    "rollback",
+    "skip",
+    "usable",
+}
 REFUSAL = {2: "problem", 3: "fix"}
 KEYWORD_ONLY = 99
 
@@ -147,9 +183,10 @@ class MessageFinder:
         while more := {c for c, bases in self._bases.items() if bases & refusals} - refusals:
             refusals |= more
         self._sinks |= {name: dict(REFUSAL) for name in refusals}
-        for constant in (each for name in TEXTS for each in self._constants.get(name, [])):
-            strings = [node for node in ast.walk(constant) if isinstance(node, ast.Constant)]
-            self._note_each(Scope("constants"), strings)
+        for name, word in TEXTS.items():
+            for constant in self._constants.get(name, []):
+                strings = [node for node in ast.walk(constant) if isinstance(node, ast.Constant)]
+                self._note_each(Scope("constants"), strings, word)
         for module, names in TABLES.items():
             for name in names:
                 for scope, function in self._functions[name]:
@@ -179,27 +216,31 @@ class MessageFinder:
             self._index(child, inner)
 
     def _follow(self, scope: Scope, call: ast.Call) -> None:
+        word = called(call) == "translate"
         for place, keyword in list(self._sinks.get(called(call), {}).items()):
             given = [each.value for each in call.keywords if each.arg == keyword]
             if not any(isinstance(each, ast.Starred) for each in call.args[: place + 1]):
                 given += call.args[place : place + 1]
             for expression in given:
-                self._note(scope, self._texts(scope, expression))
+                self._note(scope, self._texts(scope, expression), word)
 
-    def _note(self, scope: Scope, templates: Iterable[Template]) -> None:
+    def _note(self, scope: Scope, templates: Iterable[Template], word: bool = False) -> None:
+        """`word`: a single one is a text, too, and not a name."""
         for template in templates:
             words = words_of(template).removeprefix("weft: ")
-            named = [word for word in words.split() if re.search(r"[A-Za-z]{2}", word)]
-            if len(named) > all(isinstance(part, str) for part in template):  # a word is a name
+            named = [each for each in words.split() if re.search(r"[A-Za-z]{2}", each)]
+            if len(named) > (not word and all(isinstance(part, str) for part in template)):
                 text = spelled(template).replace("{{others}}", "{others}")  # NothingToDivide.naming
                 self.found[text].add(scope.module)
 
     def _note_cells(self, scope: Scope, function: Function) -> None:
-        for expression in texts_within(function.body[1:]):  # without the docstring
+        body = function.body[ast.get_docstring(function) is not None :]
+        for expression in texts_within(body):
             for template in self._texts(scope, expression):
                 for cell in cells(template):
                     text = spelled(cell)
-                    begun = re.match(r"[A-Za-z{[<-]", text)  # else it goes on with another
+                    # else it goes on with another, or is a name: `fsdp{size}`
+                    begun = re.match(r"[A-Za-z0-9{[<-](?!\S*[{*]\S*$)", text)
                     if begun and text not in NAMES and re.search("[a-z]{2}", words_of(cell)):
                         self.found[text].add(scope.module)
 
@@ -219,7 +260,7 @@ class MessageFinder:
                 return self._texts(scope, body) + self._texts(scope, orelse)
             case ast.BoolOp(values=values) | ast.Subscript(value=ast.Dict(values=values)):
                 return [text for value in values for text in self._texts(scope, value)]
-            case ast.NamedExpr(value=value):
+            case ast.NamedExpr(value=value) | ast.Lambda(body=value):
                 return self._texts(scope, value)
             case ast.Name(id=name):
                 return self._named(scope, name, expression.lineno)
@@ -237,9 +278,9 @@ class MessageFinder:
                 self._note_returned(expression)
         return [(Value(value_name(expression)),)]
 
-    def _note_each(self, scope: Scope, expressions: Iterable[ast.expr]) -> None:
+    def _note_each(self, scope: Scope, expressions: Iterable[ast.expr], word: bool = False) -> None:
         for expression in expressions:
-            self._note(scope, self._texts(scope, expression))
+            self._note(scope, self._texts(scope, expression), word)
 
     def _joined(self, scope: Scope, parts: list[ast.expr]) -> list[Template]:
         choices = [self._texts(scope, part) for part in parts]
@@ -340,8 +381,13 @@ def texts_within(nodes: Iterable[ast.AST]) -> Iterator[ast.expr]:
             isinstance(node, ast.Constant) and isinstance(node.value, str)
         ):
             yield node
-        elif not isinstance(node, ast.Subscript | ast.Compare):
+        elif not isinstance(node, ast.Subscript | ast.Compare) or is_stored(node):
             yield from texts_within(ast.iter_child_nodes(node))
+
+
+def is_stored(node: ast.AST) -> bool:
+    """Whether something is assigned to it: `rows["time"] = ...` makes a line of a table."""
+    return isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
 
 
 def cells(template: Template) -> Iterator[Template]:
@@ -434,9 +480,22 @@ def messages() -> dict[str, set[str]]:
         found[escaped(text)].add("help")
     for text in OF_TYPER:
         found[text].add("typer")
+    for what in COUNTED:
+        found[f"{{count}} {what}"].add("planner/search/constraints.py")
+        found[f"{{count}} {what}s"].add("planner/search/constraints.py")
+    for part in parts_of_estimates():
+        found[part].add("planner/cost/breakdown.py")
+        found[f"{part} {{share}}"].add("planner/cost/breakdown.py")
     for text in descriptions(RunConfig):
         found[escaped(text)].add("run file")
     return found
+
+
+def parts_of_estimates() -> set[str]:
+    """Their names, in tables."""
+    waits = {part for part in TimePart if waits_for(part)}
+    named = {*TimePart, *MemoryPart, *SAID.values(), COMPUTING, "compute", "launch", "driver"}
+    return set(map(str, named - waits))
 
 
 def help_texts(command: typer.core.TyperCommand | typer.core.TyperGroup) -> Iterator[str]:

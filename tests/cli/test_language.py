@@ -12,14 +12,40 @@ import typer
 
 from tests.commands import Command
 from weft.cli.app import app
+from weft.core import translate
+from weft.launch.watchdog import RankLocation, hang_report
 
 ENGLISH = re.compile(r"[A-Za-z]+ [a-z]+ [a-z]+")
+WORSE = ["--slow", "1.5", "--mtbf", "1000", "--checkpoint", "20", "--scale", "weak", "--to", "16"]
+RUN = """
+[model]
+build = "weft.models:decoder"
+dim = 32
+heads = 4
+layers = 2
+seq_len = 16
+[data]
+build = "weft.data:stdlib"
+seq_len = 16
+max_bytes = 100000
+[train]
+batch = 32
+steps = 4
+[optimizer]
+lr = 1e-3
+"""
 
 
 def said(tmp_path: Path, *words: str) -> tuple[str, int]:
     command = Command(tmp_path / "log", *words)
     code = command.wait(120)
     return command.said(), code
+
+
+def write_run(folder: Path) -> Path:
+    path = folder / "run.toml"
+    path.write_text(RUN, encoding="utf-8")
+    return path
 
 
 def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -55,6 +81,40 @@ def test_help_is_in_chinese(path: tuple[str, ...], tmp_path: Path) -> None:
 def test_errors_keep_their_values(words: list[str], parts: list[str], tmp_path: Path) -> None:
     text, code = said(tmp_path, "--lang", "zh", *words)
     assert code == 2 and all(part in text for part in parts), text
+
+
+TABLES = [
+    ["draw", "1f1b", "pipedream", "--ranks", "2", "--microbatches", "4"],
+    ["draw", "--collective", "ring", "--ranks", "3"],
+    ["draw", "--collective", "broadcast", "--ranks", "3"],
+    ["draw", "--plan", "RUN", "--layout", "tp2.pp2"],
+    ["plan", "RUN", "--cluster", "h100x8"],
+    ["plan", "RUN", "--cluster", "h100x8", "--layout", "dp8", "--layout", "fsdp8"],
+    ["simulate", "RUN", "--cluster", "h100x8", "--layout", "pp2.dp4", *WORSE],
+    ["verify", "RUN", "--layout", "tp2", "--steps", "1"],
+]
+
+
+@pytest.mark.parametrize("words", TABLES, ids=" ".join)
+def test_tables_are_in_chinese(words: list[str], tmp_path: Path) -> None:
+    path = write_run(tmp_path)
+    text, code = said(tmp_path, "--lang", "zh", *(str(path) if w == "RUN" else w for w in words))
+    assert code == 0 and re.search(r"[\u4e00-\u9fff]", text)
+    # values of a table, and words that a legend explains
+    kept = r"NVIDIA .* GiB|cp or ulysses|after (the last step|step \d+)|weft train \S+"
+    kept += r"|[\w ]+ exposed|Shoeybi et al|^[FBW0-9 -]+$"
+    assert not ENGLISH.findall(re.sub(kept, "", text, flags=re.MULTILINE)), text
+
+
+def test_what_is_said_of_a_hang_is_in_chinese(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LANGUAGE", "zh")
+    waits = RankLocation("step 3", "waits in all_reduce, at a.py:4 in f: `work()`")
+    late = RankLocation("step 2", "is in no collective, but at b.py:5 in g: `other()`")
+    assert translate(hang_report({0: waits, 1: late}, 2, 60.0)).splitlines() == [
+        "60 s 没有进展：rank 1 不在任何集合通信中，其他 rank 在等它",
+        "  rank 0：在 step 3 之后，在 all_reduce 中等待，位于 a.py:4，f 中：`work()`",
+        "  rank 1：在 step 2 之后，不在任何集合通信中，而在 b.py:5，g 中：`other()`",
+    ]
 
 
 def test_an_unknown_language_is_refused(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def plan(
         elif row is not None:
             say(explain_row(row))
         else:
-            say(report.text(top))
+            typer.echo(report.text(top))
             fits = report.best.fits
             if out is not None:
                 next_step = f"; now weft train {out}" if fits else ", which does not fit"

@@ -19,6 +19,7 @@ from .options import (
     Settings,
     exit_codes,
     load,
+    say,
 )
 
 
@@ -136,7 +137,7 @@ def simulate(
         )
         scenario, notes = make_scenario(run, cluster, era, measured or (), not no_kept_runs)
         for note in notes:
-            typer.echo(f"note: {note}", err=True)
+            say(f"note: {note}", err=True)
         found = simulate_scenario(scenario, request)
         if out is not None:
             write_report(out, found)

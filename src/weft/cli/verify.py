@@ -134,13 +134,13 @@ def verify(
         covered = coverage(written, count, verified, changed, training)
         report = replace(report, training=tuple(training), covered=tuple(covered))
         if not as_json:
-            say(f"{coverage_text(covered)}\n")
+            typer.echo(f"{coverage_text(covered)}\n")
         folder = _run_folder(path, written, output)
         if folder is not None:
             write_verified(
                 folder, report, written.model_dump(mode="json", exclude_none=True), precision
             )
-        typer.echo(report.json()) if as_json else say(report.verdict())
+        typer.echo(report.json() if as_json else report.verdict())
         if not report.passed:
             raise typer.Exit(1)
 

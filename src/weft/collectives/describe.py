@@ -26,7 +26,7 @@ def headline(traffic: Traffic) -> str:
 def time_lines(traffic: Traffic) -> list[str]:
     """Steps and time: by the formula, with its values, or of each phase where there is none."""
     steps = len(traffic.step_s)
-    took = f"{steps} step{'s' * (steps > 1)}, {seconds_text(traffic.seconds)}"
+    took = f"{steps} {'steps' if steps > 1 else 'step'}, {seconds_text(traffic.seconds)}"
     found = traffic.formula()
     return [took] if found is None else [took, f"= {found[0]}", f"= {found[1]}"]
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
+from weft.core import translate
 from weft.pipeline import seconds_text
 
 from .algorithm import Held, Message
@@ -29,17 +30,17 @@ def collective_text(drawn: Sequence[Traffic], *, colour: bool = False) -> Text:
 
 def _lines(traffic: Traffic, colour: bool) -> Iterator[Text]:
     made, states, shown = traffic.algorithm, run_steps(traffic.algorithm), shown_chunks(traffic)
-    yield Text(headline(traffic), style="bold" if colour else "")
-    yield from map(Text, time_lines(traffic))
-    yield Text(traffic_line(traffic))
-    yield from (Text(), Text("before"))
+    yield Text(translate(headline(traffic)), style="bold" if colour else "")
+    yield from map(Text, map(translate, time_lines(traffic)))
+    yield Text(translate(traffic_line(traffic)))
+    yield from (Text(), Text(translate("before")))
     yield from _rows(traffic, states[0], (), shown, colour)
     number = 0
     for phase in made.phases:
         for step in phase.steps:
             number += 1
             took = seconds_text(traffic.step_s[number - 1])
-            yield from (Text(), Text(f"step {number}, {phase.name}: {took}"))
+            yield from (Text(), Text(translate(f"step {number}, {phase.name}: {took}")))
             yield from _rows(traffic, states[number], step, shown, colour)
 
 
@@ -65,9 +66,10 @@ def _rows(
         if came:
             whole = made.chunks == 1
             words = [
-                f"from {s}" if whole else f"{made.chunk_name(c)} from {s}" for c, s in sorted(came)
+                translate(f"from {s}" if whole else f"{made.chunk_name(c)} from {s}")
+                for c, s in sorted(came)
             ]
-            line.append(f" gets {', '.join(words)}")
+            line.append(f" {translate('gets')} {', '.join(words)}")
         line.rstrip()
         yield line
 
@@ -82,7 +84,8 @@ def _cell(traffic: Traffic, chunk: int, held: Held) -> str:
 def _legend(drawn: Sequence[Traffic]) -> str:
     said = []
     if any(traffic.algorithm.sums for traffic in drawn):
-        said.append("0..3: a chunk in which the inputs of ranks 0 and 3 are summed")
+        said.append(translate("0..3: a chunk in which the inputs of ranks 0 and 3 are summed"))
     if any(not traffic.algorithm.sums for traffic in drawn):
-        said.append("a chunk that a rank holds has its number, one that it lacks a dot")
+        held = "a chunk that a rank holds has its number, one that it lacks a dot"
+        said.append(translate(held))
     return "; ".join(said)

@@ -176,6 +176,7 @@ from .sync import (
     SyncEveryStep as SyncEveryStep,
     bucket_owners as bucket_owners,
 )
+from .text_table import text_table as text_table
 from .timers import (
     CommTimer as CommTimer,
     time_once as time_once,

@@ -13,14 +13,7 @@ from .float8 import Float8Linears
 from .schedule import Schedule
 from .stages import Staging
 from .step import COPY, SUM, Boundary, Step, Weight, collective
-
-
-def text_table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+from .text_table import text_table
 
 
 def _letter(placement: Placement) -> str:

@@ -90,30 +90,43 @@ class Template:
         self.translation = translation
         self.size = sum(map(len, self.literals))
         letters = sum(map(str.isalpha, "".join(self.literals)))
-        self._vague = letters < LEAST_LETTERS and not self.literals[0].endswith(": ")
+        self.vague = letters < LEAST_LETTERS and not self.literals[0].endswith(": ")
 
     @cached_property
-    def _pattern(self) -> re.Pattern[str]:
-        return re.compile("(.*?)".join(map(re.escape, self.literals)), re.DOTALL)
+    def _patterns(self) -> list[re.Pattern[str]]:
+        """With values as short as can be, and as long."""
+        words = [*map(re.escape, self.literals)]
+        return [re.compile(value.join(words), re.DOTALL) for value in ("(.*?)", "(.*)")]
 
-    def values(self, text: str, vague: bool) -> Mapping[str, str] | None:
-        """Name -> value, if the text is an instance. `vague`: even if many texts would be."""
+    def values(self, text: str) -> Iterator[Mapping[str, str]]:
+        """Name -> value, of each way in which the text may be an instance."""
         if not text.startswith(self.literals[0]) or not text.endswith(self.literals[-1]):
-            return None
+            return
         at = 0
         for literal in self.literals:  # before a pattern, which takes long where nothing fits
             at = text.find(literal, at)
             if at < 0:
-                return None
+                return
             at += len(literal)
-        match = self._pattern.fullmatch(text)
-        if match is None or (self._vague and not vague and any(map(_is_text, match.groups()))):
-            return None
-        return dict(zip(self.names, match.groups(), strict=True))
+        for pattern in self._patterns:
+            match = pattern.fullmatch(text)
+            if match is not None and not self._crosses(match):
+                yield dict(zip(self.names, match.groups(), strict=True))
+
+    def _crosses(self, match: re.Match[str]) -> bool:
+        """Whether a value begins in one cell of a table, and ends in another. After a colon it is
+        a text of its own."""
+        if any(value.startswith(" ") for value in match.groups()):
+            return True
+        return not self.literals[0] and any(
+            re.search(r" {2}|\n", value) and not re.search(r":\s*$", before)
+            for before, value in zip(self.literals, match.groups(), strict=False)
+        )
 
 
 def _is_text(value: str) -> bool:
-    return " " in value and not value[0].isdigit()
+    """Whether it has words: it is no name, and no figure with its unit."""
+    return " " in value and not re.fullmatch(r"[\d.,e+-]+ \S{1,4}", value)
 
 
 def fill(translation: str, values: Mapping[str, str]) -> str:
@@ -181,28 +194,49 @@ class Catalogue:
         refusal = self._refusal(text)
         if refusal is not None:
             return refusal
-        each = filter(None, (self._instance(text, vague=False), self._with_remark(text)))
-        found = max(each, key=lambda one: one[1], default=None)
+        ways = (self._instance(text, vague=False), self._with_remark(text), self._with_name(text))
+        found = max(filter(None, ways), key=lambda one: one[1], default=None)
         return self._instance(text, vague=True) if found is None and part else found
 
     def _instance(self, text: str, vague: bool) -> Found | None:
+        """Best one whose values are no texts, or messages."""
+        first: tuple[Template, Mapping[str, str]] | None = None
         for template in self._templates:
-            values = template.values(text, vague)
-            if values is not None:
-                said = {name: self._value(value) for name, value in values.items()}
-                return fill(template.translation, said), template.size
-        return None
+            for values in template.values(text):
+                if all(map(self._known, values.values())):
+                    return self._filled(template, values)
+                if first is None and (vague or not template.vague):
+                    first = template, values
+        return None if first is None else self._filled(*first)
 
-    def _value(self, text: str) -> str:
+    def _filled(self, template: Template, values: Mapping[str, str]) -> Found:
+        said = {name: self._value(value) for name, value in values.items()}
+        size = template.size + sum(of for _, of in said.values())
+        return fill(template.translation, {name: text for name, (text, _) in said.items()}), size
+
+    def _known(self, value: str) -> bool:
+        """Whether it is no text, or a message."""
+        return not _is_text(value) or self.message(value) is not None
+
+    def _value(self, text: str) -> Found:
         found = self.message(text) if " " in text else None
-        return text if found is None else found[0]
+        if found is not None:
+            return found
+        return (self._columns(text) if "  " in text else text), 0
+
+    def _with_name(self, text: str) -> Found | None:
+        """`name: message`."""
+        name, colon, rest = text.partition(": ")
+        found = self.message(rest) if colon and " " in rest and not re.search(r"\s", name) else None
+        return None if found is None else (f"{name}：{found[0]}", found[1] + len(colon))
 
     def _with_remark(self, text: str) -> Found | None:
         """`message (remark)`."""
         for said, remark in _splits(text.removesuffix(")"), " (") if text.endswith(")") else ():
             found = self.message(said)
             if found is not None:
-                return f"{found[0]}（{self._value(remark)}）", found[1]
+                inner, size = self._value(remark)
+                return f"{found[0]}（{inner}）", found[1] + size
         return None
 
     def _refusal(self, text: str) -> Found | None:

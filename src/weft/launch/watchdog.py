@@ -21,6 +21,8 @@ import torch.distributed as dist
 
 from weft._torch.c10d import default_store, flight_record, group_names
 
+from .log import log_line
+
 HANGS = 3  # with which a rank that hangs ends
 LISTEN_S = 3.0  # for what the others say
 # The limit where none is set: so many times the slowest of the last steps, but at least LEAST_S;
@@ -167,11 +169,7 @@ class Watchdog:
             if self._done.is_set():
                 return
             if rank == min(heard):  # one speaks for all
-                print(
-                    f"weft: {hang_report(dict(sorted(heard.items())), world, limit_s)}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                log_line(hang_report(dict(sorted(heard.items())), world, limit_s))
             os._exit(HANGS)
 
         alarm = threading.Timer(2 * listen_s, end)  # the store itself may be what does not answer

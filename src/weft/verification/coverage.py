@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.core import OFF, PrecisionConfig, RunConfig, SyncConfig
+from weft.core import OFF, PrecisionConfig, RunConfig, SyncConfig, text_table, translate
 
 from .difference import BOUNDS
 from .training_check import TrainingResult, rate_text
@@ -102,9 +102,14 @@ def coverage(
 
 
 def coverage_text(rows: list[Covered]) -> str:
-    """A table."""
-    lines = [f"  {row.how:<13}{row.what}" for row in sorted(rows, key=_order)]
-    return "\n".join(["what this run does", *lines])
+    """A table, in the language of the locale."""
+    hows = {
+        CHECKED: translate("checked"),
+        DEEP: translate("with --deep"),
+        NOT: translate("not checked"),
+    }
+    lines = [[f"  {hows[row.how]}", translate(row.what)] for row in sorted(rows, key=_order)]
+    return "\n".join([translate("what this run does"), *text_table(lines)])
 
 
 def _order(row: Covered) -> int:

@@ -10,7 +10,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from weft.core import VERIFIED, ConfigError, replace_file
+from weft.core import VERIFIED, ConfigError, replace_file, translate
 
 from .coverage import Covered
 from .difference import Bounds
@@ -44,33 +44,30 @@ class VerifyReport:
         )
 
     def verdict(self) -> str:
-        """Whether all agree, in one line."""
+        """Whether all agree, in one line, in the language of the locale."""
         bad = [
             f"{result.layout} (refused)" if result.refused else result.layout
             for result in self.results
             if not result.passed
         ]
-        verdict = f"{len(self.results) - len(bad)} of {len(self.results)} layouts equal one device"
-        verdict += (
-            " (with the same delays: asynchronous)"
-            if any(result.delayed for result in self.results)
-            else ""
-        )
+        count = len(self.results)
+        said = translate(f"{count - len(bad)} of {count} layouts equal one device")
+        if any(result.delayed for result in self.results):
+            said += translate(" (with the same delays: asynchronous)")
         if any(result.definition for result in self.results):
-            verdict += " (by the definitions of their synchronisers)"
+            said += translate(" (by the definitions of their synchronisers)")
         found = (result.bounds for result in self.results)
         bounds = max(found, key=lambda each: each.gradient, default=Bounds())
-        tail = (
-            f" below {bounds} in {bounds.precision}"
-            if not bad
-            else "; these do not: " + ", ".join(bad)
-        )
+        if bad:
+            said += translate(f"; these do not: {', '.join(bad)}")
+        else:
+            said += translate(f" below {bounds} in {bounds.precision}")
         if not bad and any(result.widened for result in self.results):
-            tail += ", or below what rounding makes of them where it grows"
+            said += translate(", or below what rounding makes of them where it grows")
         trained = [result.layout for result in self.training if not result.passed]
         if trained:
-            tail += f"; trained otherwise than one device: {', '.join(trained)}"
-        return verdict + tail
+            said += translate(f"; trained otherwise than one device: {', '.join(trained)}")
+        return said
 
     def json(self) -> str:
         """One object: the layouts' errors and collectives, and `passed`."""

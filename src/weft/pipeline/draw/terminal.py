@@ -6,7 +6,10 @@ import math
 from collections.abc import Sequence
 from itertools import groupby
 
+from rich.cells import cell_len, set_cell_size
 from rich.text import Text
+
+from weft.core import translate
 
 from ..timeline import Lane, Timeline
 from . import style as look
@@ -29,22 +32,24 @@ def text(
     version of the weights that each action uses, and the newest one, from where it is there.
     """
     gutter = 2 + max(len(f"rank {len(timeline.lanes) - 1}") for _, timeline in timelines)
-    gutter = max(gutter, len(WEIGHTS) + 1) if look.updates(timelines) else gutter
+    used, newest = translate(USED), translate(WEIGHTS)
+    gutter = max(gutter, cell_len(newest) + 1) if look.updates(timelines) else gutter
     room = max(width, 40) - gutter
     scale, note = _scale(timelines, room, colour)
     lines: list[Text] = []
     for name, timeline in timelines:
-        lines += [Text(f"{name}: {look.figures_line(timeline)}", style="bold" if colour else "")]
+        head = f"{name}: {translate(look.figures_line(timeline))}"
+        lines += [Text(head, style="bold" if colour else "")]
         for rank, lane in enumerate(timeline.lanes):
             lines.append(Text(f"rank {rank}".ljust(gutter)) + _row(lane, scale, colour))
             if timeline.versions:
-                lines.append(Text(USED.ljust(gutter) + _used(lane, timeline, scale, room)))
+                lines.append(Text(set_cell_size(used, gutter) + _used(lane, timeline, scale, room)))
             for ends in lane.updates.values():
-                lines.append(Text(WEIGHTS.ljust(gutter) + _versions(ends, scale, room)))
+                lines.append(Text(set_cell_size(newest, gutter) + _versions(ends, scale, room)))
         lines += [Text(), *_table(timeline, gutter, max(width, 40), ascii_only), Text()]
     lines.append(_legend(timelines, colour))
     if note:
-        lines.append(Text(note))
+        lines.append(Text(translate(note)))
     if not colour:  # where blanks are only blanks
         for line in lines:
             line.rstrip()
@@ -145,12 +150,17 @@ def _table(timeline: Timeline, gutter: int, width: int, ascii_only: bool) -> lis
         for s in timeline.idle_s
     ]
     live = [look.amount_text(timeline, peak) for peak in timeline.peak_memory]
-    wide, tall = max(map(len, [*idle, "idle"])), max(map(len, [*live, "peak live"]))
+    titles = [translate("idle"), translate("peak live")]
+    wide, tall = (
+        max(cell_len(title), *map(len, cells)) for title, cells in zip(titles, (idle, live))
+    )
     room = min(CURVE, width - gutter - wide - tall - 4)
-    unit = "bytes" if timeline.sized else "microbatches"
-    lines = [
-        Text(f"{'':{gutter}}{'idle':>{wide}}  {'peak live':>{tall}}  live {unit} over time"[:width])
-    ]
+    over = "live bytes over time" if timeline.sized else "live microbatches over time"
+    waits, peak = (
+        " " * (room - cell_len(title)) + title for title, room in zip(titles, (wide, tall))
+    )
+    head = f"{'':{gutter}}{waits}  {peak}  {translate(over)}"
+    lines = [Text(set_cell_size(head, min(cell_len(head), width)))]
     top = max(timeline.peak_memory, default=0.0)
     for rank, (waits, peak) in enumerate(zip(idle, live)):
         curve = look.sampled(timeline.memory(rank), timeline.makespan_s, room) if room > 0 else []
@@ -173,20 +183,20 @@ def _legend(timelines: Labelled, colour: bool) -> Text:
     line = Text()
     for of in look.kinds(timelines):
         if of in look.NAMES and not colour:
-            line.append(f"{of} {look.NAMES[of]}   ")
+            line.append(f"{of} {translate(look.NAMES[of])}   ")
         elif of in look.NAMES:
             for paint in look.shades(of, chunks):
                 line.append(f" {of} ", f"{look.ink(paint)} on {paint}")
-            line.append(f" {look.NAMES[of]}   ")
+            line.append(f" {translate(look.NAMES[of])}   ")
         else:
             line.append(
                 *(("  ", f"on {look.COLOURS.get(of, look.OTHER)}") if colour else ("~", ""))
             )
             line.append(f" {of}   ")
     if look.updates(timelines):
-        line.append(f"{USED}, {WEIGHTS}: versions of the weights   ")
+        line.append(f"{translate(USED)}, {translate(WEIGHTS)}: ")
+        line.append(translate("versions of the weights") + "   ")
     if chunks > 1:
-        line.append(
-            "lighter: a rank's later stages" if colour else "small letters: a rank's later stages"
-        )
+        later = "lighter: a rank's later stages"
+        line.append(translate(later if colour else "small letters: a rank's later stages"))
     return line

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.filesize import decimal
 
-from weft.core import dump_toml
+from weft.core import dump_toml, text_table, translate
 from weft.launch import rate_text
 
 from ..cost.hardware import GIB, Cluster, Hardware
@@ -33,8 +33,8 @@ def report_calibrate(out: Path | None, as_json: bool) -> None:
         )
         return
     found = measurement_rows(seen, made) | {"sheet": str(path)}
-    width = max(map(len, found))
-    print("\n".join(f"{name.ljust(width)}  {value}" for name, value in found.items()))
+    rows = [[translate(name), translate(value)] for name, value in found.items()]
+    print("\n".join(text_table(rows)))
 
 
 def report_fit(runs: Path, cluster: str, era: str | None, out: Path | None, as_json: bool) -> None:
@@ -76,21 +76,20 @@ def report_fit(runs: Path, cluster: str, era: str | None, out: Path | None, as_j
         }
         print(json.dumps(said))
         return
-    print(
-        "\n".join(
-            [*fit_runs.error_rows(found.errors), "", f"[eras.{name}]", dump_toml(found.era).strip()]
-        )
-    )
+    rows = map(translate, fit_runs.error_rows(found.errors))
+    print("\n".join([*rows, "", f"[eras.{name}]", dump_toml(found.era).strip()]))
 
 
 @contextmanager
 def _telling(console: Console) -> Iterator[Callable[[str], None]]:
     """One line that changes in a terminal, and else one for each part."""
     if console.is_terminal:
-        with console.status("measuring") as line:
-            yield lambda name: line.update(f"measuring {name}")
+        with console.status(translate("measuring")) as line:
+            yield lambda name: line.update(translate(f"measuring {name}"))
     else:
-        yield lambda name: console.print(f"measuring {name}", markup=False, highlight=False)
+        yield lambda name: console.print(
+            translate(f"measuring {name}"), markup=False, highlight=False
+        )
 
 
 def measurement_rows(seen: Measurements, made: Hardware) -> dict[str, str]:

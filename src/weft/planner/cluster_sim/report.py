@@ -16,6 +16,8 @@ from rich.text import Text
 from weft.core import (
     REPLICA_AXIS,
     ConfigError,
+    text_table,
+    translate,
 )
 from weft.pipeline import (
     AxisMark,
@@ -143,27 +145,35 @@ def _step(report: SimulationReport) -> str:
         else ""
     )
     closed = f"the estimate's closed form: {seconds_text(step.estimated_s)}"
-    return (
-        f"step {seconds_text(total)} = {' + '.join(parts)}; {closed}\n"
-        f"{number_text(setup.tokens / total)} tokens/s on {setup.devices:,} devices; "
-        f"{step.memory_bytes / GIB:.1f} of {device.memory_gib:g} GiB{over}"
-    )
+    lines = [
+        f"step {seconds_text(total)} = {' + '.join(parts)}; {closed}",
+        (
+            f"{number_text(setup.tokens / total)} tokens/s on {setup.devices:,} devices; "
+            f"{step.memory_bytes / GIB:.1f} of {device.memory_gib:g} GiB{over}"
+        ),
+    ]
+    return "\n".join(map(translate, lines))
 
 
 def _stragglers(rows: Sequence[StragglerRow]) -> str:
     planned = rows[0]
-    lines = [["stragglers", "step", "longer", "idle"]]
+    lines = [[translate("stragglers"), translate("step"), translate("longer"), translate("idle")]]
     few = _few(rows)
     for row in few:
         error = f" +- {seconds_text(row.error_s)}" if row.error_s else ""
         longer = "" if row is planned else share_text(row.step_s - planned.step_s, planned.step_s)
-        lines.append([row.name, seconds_text(row.step_s) + error, longer, share_text(row.idle, 1)])
-    left = (
-        ""
-        if len(few) == len(rows)
-        else f"\nof more than {STAGES} places the cheapest and the dearest"
-    )
-    return table_text(lines) + left
+        lines.append(
+            [
+                translate(row.name),
+                seconds_text(row.step_s) + error,
+                longer,
+                share_text(row.idle, 1),
+            ]
+        )
+    table = text_table(lines, left=(0,))
+    if len(few) < len(rows):
+        table.append(translate(f"of more than {STAGES} places the cheapest and the dearest"))
+    return "\n".join(table)
 
 
 def _few(rows: Sequence[StragglerRow]) -> list[StragglerRow]:
@@ -179,18 +189,25 @@ def _few(rows: Sequence[StragglerRow]) -> list[StragglerRow]:
 
 
 def _replicas(rows: Sequence[ReplicaComparison]) -> str:
-    lines = [["how replicas agree", "step as planned", "with all of these", "throughput"]]
+    lines = [
+        [
+            translate("how replicas agree"),
+            translate("step as planned"),
+            translate("with all of these"),
+            translate("throughput"),
+        ]
+    ]
     first = rows[0].met_s
     for row in rows:
         lines.append(
             [
-                row.name,
+                translate(row.name),
                 seconds_text(row.planned_s),
                 seconds_text(row.met_s),
                 f"x{first / row.met_s:.3f}",
             ]
         )
-    return table_text(lines)
+    return "\n".join(text_table(lines, left=(0,)))
 
 
 def hours_text(value: float) -> str:
@@ -213,17 +230,19 @@ def _lost(lost: FailureCost, ascii_only: bool) -> str:
         f"failures: one every {hours_text(faults.mtbf_s)} of the cluster; a checkpoint stops it for"
         f" {seconds_text(faults.pause_s)}{later}; a restart takes {seconds_text(faults.restart_s)}"
     )
-    lines = [["save", "every", "", "goodput"]]
+    every, goodput = translate("every"), translate("goodput")
+    lines = [[translate("save"), every, "", goodput]]
     for each in lost.intervals:
-        lines.append([each.name, *_often(lost, each), f"{each.goodput:.2%}"])
+        often = map(translate, _often(lost, each))
+        lines.append([translate(each.name), *often, f"{each.goodput:.2%}"])
     drawn, best = lost.drawn, lost.best
-    often = (
+    saved = (
         "never saved, which takes least"
         if best.every == lost.steps
         else f"saved every {best.every:,}"
     )
     bar, most = "#" if ascii_only else "█", max(1 - share for _, share in lost.curve)
-    curve = [["every", "goodput", "lost"]] + [
+    curve = [[every, goodput, translate("lost")]] + [
         [hours_text(interval), f"{share:.2%}", bar * max(1, round(BAR * (1 - share) / most))]
         for interval, share in lost.curve[::4]
     ]
@@ -233,20 +252,31 @@ def _lost(lost: FailureCost, ascii_only: bool) -> str:
     )
     return "\n".join(
         [
-            head,
-            table_text(lines),
-            (
-                f"{lost.steps:,} steps, {often}: {hours_text(lost.expected_s)} in place of "
+            translate(head),
+            *text_table(lines, left=(0,)),
+            translate(
+                f"{lost.steps:,} steps, {saved}: {hours_text(lost.expected_s)} in place of "
                 f"{hours_text(lost.planned_s)}, {hours_text(lost.lost_s)} lost ({runs})"
             ),
             "",
-            table_text(curve, left=(2,)),
+            *text_table(curve, left=(2,)),
         ]
     )
 
 
 def _scaling(report: SimulationReport) -> str:
-    lines = [["devices", REPLICA_AXIS, "batch", "step", "tokens/s", "MFU", "exposed", "efficiency"]]
+    lines = [
+        [
+            translate("devices"),
+            REPLICA_AXIS,
+            translate("batch"),
+            translate("step"),
+            "tokens/s",
+            "MFU",
+            translate("exposed"),
+            translate("efficiency"),
+        ]
+    ]
     for point in report.scaling:
         lines.append(
             [
@@ -261,20 +291,7 @@ def _scaling(report: SimulationReport) -> str:
             ]
         )
     what = "as many samples a device" if report.mode == "weak" else "as many samples in all"
-    return f"{report.mode} scaling: {what}\n{table_text(lines, left=())}"
-
-
-def table_text(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
-    """Columns side by side, flush right but for `left`."""
-    wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.ljust(w) if i in left else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, wide))
-        )
-        for row in rows
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join([translate(f"{report.mode} scaling: {what}"), *text_table(lines, left=())])
 
 
 # ---- files ---------------------------------------------------------------------------------------

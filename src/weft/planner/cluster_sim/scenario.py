@@ -161,7 +161,8 @@ class Scenario:
         if self.size(STAGE_AXIS) == 1:
             return what
         held = [stage for stage, on in enumerate(self.schedule.placement) if on == rank]
-        return f"{what}, stage{'s' * (len(held) > 1)} {' and '.join(map(str, held))}"
+        which = " and ".join(map(str, held))
+        return f"{what}, stages {which}" if len(held) > 1 else f"{what}, stage {which}"
 
     def estimate(self, pace: float = 1.0) -> Estimate:
         """Of the one choice."""

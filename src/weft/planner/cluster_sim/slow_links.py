@@ -24,7 +24,11 @@ def slow_link_cost(setup: Scenario, axis: str, factor: float) -> Iterator[tuple[
     name, ranks = f"a link of {axis} x{factor:g}", setup.size(STAGE_AXIS)
     if axis == STAGE_AXIS:
         places = [
-            (f"{name}, after stage{'s' * (len(ends) > 1)} {' and '.join(map(str, ends))}", ends)
+            (
+                f"{name}, after {'stages' if len(ends) > 1 else 'stage'}"
+                f" {' and '.join(map(str, ends))}",
+                ends,
+            )
             for ends in _between(setup)
         ]
     elif slow.costs == planned.costs:

@@ -208,8 +208,10 @@ def devices(slow: Mapping[int | None, float]) -> dict[int, float]:
 
 
 def _describe_slow(slow: Mapping[int | None, float]) -> str:
-    anywhere = [device for device in devices(slow) if device not in slow]
-    return "all together" + "".join(f", x{slow[None]:g} on device {device}" for device in anywhere)
+    anywhere = next((device for device in devices(slow) if device not in slow), None)
+    if None not in slow:
+        return "all together"
+    return f"all together, x{slow[None]:g} on device {anywhere}"
 
 
 def _draw_steps(

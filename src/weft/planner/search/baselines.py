@@ -118,13 +118,14 @@ def why_slower(question: PlanQuery, row: RankedLayout, best: RankedLayout) -> st
         )
     if times < NEAR:
         more = len(Layout.parse(row.layout).axes) > len(Layout.parse(best.layout).axes)
-        return "as fast" + (", with more axes" if more else "")
+        return "as fast, with more axes" if more else "as fast"
     mine, its = seconds_by_cause(best), seconds_by_cause(row)
     part = max(its, key=lambda name: its[name] - mine.get(name, 0.0))
     slower = f"{times:.2g} x slower" if times >= 1.1 else f"{times - 1:.0%} slower"
     if part == COMPUTING:  # matrices are smaller, or a stage has more of them
         return f"{slower}: computes {its[part] / mine[part]:.3g} x as long"
-    return f"{slower}: {part} {its[part] / row.step_s:.0%}{_crossing(question, row, part)}"
+    nodes = ", over nodes" if _crosses(question, row, part) else ""
+    return f"{slower}: {_share_text(part, its[part] / row.step_s)}{nodes}"
 
 
 def seconds_by_cause(row: RankedLayout) -> dict[str, float]:
@@ -149,13 +150,17 @@ def limits(row: RankedLayout) -> str:
     """The largest part of a row's time that is not compute."""
     rest = {name: share for name, share in shares(row).items() if name not in COMPUTE}
     part = max(rest, key=lambda name: rest[name])
-    return f"{part} {rest[part]:.0%}" if rest[part] >= 0.01 else "compute"
+    return _share_text(part, rest[part]) if rest[part] >= 0.01 else "compute"
 
 
-def _crossing(question: PlanQuery, row: RankedLayout, axis: str) -> str:
+def _share_text(part: str, share: float) -> str:
+    return f"{part} {share:.0%}"
+
+
+def _crosses(question: PlanQuery, row: RankedLayout, axis: str) -> bool:
     """Whether the exchanges of an axis leave a node."""
     layout, node = Layout.parse(row.layout), question.cluster.hardware.node
     if axis not in layout.axes:
-        return ""
+        return False
     inner = layout.sizes[layout.axes.index(axis) :]
-    return ", over nodes" if math.prod(size for _, size in inner) > node else ""
+    return math.prod(size for _, size in inner) > node

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from weft.core import Layout
+from weft.core import Layout, text_table, translate
 from weft.parallel import allowed_options, axis_table
 
 from ..cost.hardware import GIB
@@ -27,25 +27,21 @@ def comparison_table(rows: Sequence[RankedLayout], each: str, sure: Certainty) -
         ("", [""] * len(rows)),
         ("step, s", [f"{row.step_s:.4g}" for row in rows]),
         ("  80 % of steps within", [sure.interval_text(place) for place in range(len(rows))]),
-        *_parts([seconds_by_cause(row) for row in rows], "  {}", _share_of(rows)),
+        *_parts([seconds_by_cause(row) for row in rows], lambda part: f"  {part}", _share_of(rows)),
         (f"{each}/s", [f"{row.tokens_per_s:,.0f}" for row in rows]),
         ("MFU", [f"{row.mfu:.1%}" for row in rows]),
         ("", [""] * len(rows)),
         ("a rank sends in a step, GiB", [_gib(sum(row.traffic.values())) for row in rows]),
-        *_parts([row.traffic for row in rows], "  over {}", lambda _, value: _gib(value)),
+        *_parts([row.traffic for row in rows], lambda axis: f"  over {axis}", _gib_of),
         ("", [""] * len(rows)),
         ("a rank holds, GiB", [_gib(row.held_bytes) for row in rows]),
-        *_parts([memory_parts(row) for row in rows], "  {}", lambda _, value: _gib(value)),
-        ("fits", ["yes" if row.fits else f"over by {_gib(row.over_bytes)}" for row in rows]),
+        *_parts([memory_parts(row) for row in rows], lambda part: f"  {part}", _gib_of),
+        ("fits", [_fits(row) for row in rows]),
     ]
-    lines = [line for line in lines if line[0] != "schedule" or any(line[1])]
-    wide = max(len(name) for name, _ in lines)
-    widths = [max(len(cells[i]) for _, cells in lines) for i in range(len(rows))]
-    table = [
-        "  ".join([f"{name:<{wide}}", *(f"{c:>{w}}" for c, w in zip(cells, widths))]).rstrip()
-        for name, cells in lines
-    ]
-    return "\n".join([*table, "", "what ranks divide", *_granularity(rows)])
+    table = [[translate(name), *cells] for name, cells in lines if name != "schedule" or any(cells)]
+    return "\n".join(
+        [*text_table(table, left=(0,)), "", translate("what ranks divide"), *_granularity(rows)]
+    )
 
 
 def divided_by(layout: str) -> dict[str, list[str]]:
@@ -76,14 +72,16 @@ def _granularity(rows: Sequence[RankedLayout]) -> Iterator[str]:
 
 
 def _parts(
-    found: Sequence[Mapping[str, float]], name: str, cell: Callable[[int, float], str]
+    found: Sequence[Mapping[str, float]],
+    name: Callable[[str], str],
+    cell: Callable[[int, float], str],
 ) -> Iterator[Cells]:
     """A line for each part that any layout has."""
     for part in dict.fromkeys(part for parts in found for part in parts):
         values = [parts.get(part, 0.0) for parts in found]
         if any(values):
             yield (
-                name.format(part),
+                name(part),
                 [cell(i, value) if value else "-" for i, value in enumerate(values)],
             )
 
@@ -94,6 +92,14 @@ def _share_of(rows: Sequence[RankedLayout]) -> Callable[[int, float], str]:
 
 def _schedule(row: RankedLayout) -> str:
     return row.schedule + "".join(f" x{value}" for value in row.options.values())
+
+
+def _fits(row: RankedLayout) -> str:
+    return translate("yes" if row.fits else f"over by {_gib(row.over_bytes)}")
+
+
+def _gib_of(_: int, nbytes: float) -> str:
+    return _gib(nbytes)
 
 
 def _gib(nbytes: float) -> str:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from weft.core import Refusal
+from rich.cells import cell_len, set_cell_size
+
+from weft.core import Refusal, text_table, translate
 
 from ..cluster_sim.report import hours_text
 from ..cost.belief import Belief
@@ -63,19 +65,20 @@ class PlanReport:
         return "tokens" if self.question.work.tokens > 1 else "samples"
 
     def text(self, top: int) -> str:
-        """As wide as WIDTH."""
+        """As wide as WIDTH, in the language of the locale."""
         shown = self.shown(top)
         sure = Certainty.of(self.question, self.belief, shown)
         compared = comparison_table(shown, self._each, sure) if self.ranked.compared else ""
         parts = [self._head(), compared or self._table(shown, sure)]
         if said := sure.text(numbered=not compared):
-            parts.append(said)
+            parts.append(translate(said))
         if self.losers:
             parts.append(self._losers())
         if self.refused:
             parts.append(
                 "\n".join(
-                    f"refused: {row.layout}: {problem.problem}" for row, problem in self.refused
+                    translate(f"refused: {row.layout}: {problem.problem}")
+                    for row, problem in self.refused
                 )
             )
         return "\n\n".join(parts)
@@ -144,23 +147,27 @@ class PlanReport:
         all_trained = q.work.trained_params == q.work.params
         trained = "" if all_trained else f" ({short_count(q.work.trained_params)} trained)"
         used = "" if found.devices == q.cluster.devices else f", {found.devices} of them in use"
-        lines = [
+        rows = [
             (
-                f"model    {short_count(q.work.params)} parameters{trained} in"
-                f" {q.work.depth} blocks, {q.practice.compute}; batch {q.batch:,} samples{tokens}"
+                "model",
+                f"{short_count(q.work.params)} parameters{trained} in {q.work.depth} blocks,"
+                f" {q.practice.compute}; batch {q.batch:,} samples{tokens}",
             ),
             (
-                f"cluster  {q.cluster}: {hardware.title}, {hardware.device.memory_gib:g} GiB{used};"
-                f" software: {self.era}"
+                "cluster",
+                f"{q.cluster}: {hardware.title}, {hardware.device.memory_gib:g} GiB{used};"
+                f" software: {self.era}",
             ),
             (
-                f"search   {found.priced:,} choices priced, {found.simulated} simulated,"
-                f" {self.took_s:.1f} s"
+                "search",
+                f"{found.priced:,} choices priced, {found.simulated} simulated,"
+                f" {self.took_s:.1f} s",
             ),
         ]
         if self.best.fits:
             took = hours_text(self.run_s)
-            lines.append(f"run      {self.steps:,} steps in {took}, with {self.best.layout}")
+            rows.append(("run", f"{self.steps:,} steps in {took}, with {self.best.layout}"))
+        lines = [set_cell_size(translate(word), 9) + translate(said) for word, said in rows]
         if found.conventions:
             lines += wrap_parts("only", [*sorted(found.conventions), "see --exhaustive"])
         if self.left_out:
@@ -170,43 +177,53 @@ class PlanReport:
         return "\n".join(lines)
 
     def _table(self, rows: Sequence[RankedLayout], sure: Certainty) -> str:
-        wide = max(6, *(len(row.layout) for row in rows))
-        names = [
-            row.schedule + "".join(f" x{value}" for value in row.options.values()) for row in rows
+        titles = [
+            translate("layout"),
+            translate("schedule"),
+            translate("micro"),
+            translate("recompute"),
+            translate("step s"),
+            WITHIN,
+            f"{self._each}/s",
+            "MFU",
+            "GiB",
         ]
-        named = max(8, *map(len, names))
-        each = f"{self._each}/s"
-        within = [sure.interval_text(place) for place in range(len(rows))]
-        far = max(map(len, [*within, WITHIN]))
-        head = (
-            f"   {'layout':<{wide}} {'schedule':<{named}} micro recompute  step s {WITHIN:>{far}}"
-            f" {each} MFU   GiB  limited by"
-        )
-        lines = [head]
-        for place, (row, name, range_) in enumerate(zip(rows, names, within), 1):
+        lines = [["  ", *titles, f" {translate('limited by')}"]]
+        for place, row in enumerate(rows):
             lines.append(
-                f"{place:>2} {row.layout:<{wide}} {name:<{named}} {row.microbatch:>5}"
-                f" {recompute_text(row):>9} {row.step_s:>7.4g} {range_:>{far}}"
-                f" {short_count(row.tokens_per_s):>{len(each)}} {row.mfu:>3.0%}"
-                f" {row.held_bytes / GIB:>5.1f}  {self._limit(row)}"
+                [
+                    f"{place + 1:>2}",
+                    row.layout,
+                    row.schedule + "".join(f" x{value}" for value in row.options.values()),
+                    str(row.microbatch),
+                    recompute_text(row),
+                    f"{row.step_s:>7.4g}",
+                    sure.interval_text(place),
+                    short_count(row.tokens_per_s),
+                    f"{row.mfu:>3.0%}",
+                    f"{row.held_bytes / GIB:>5.1f}",
+                    f" {self._limit(row)}",
+                ]
             )
-        return "\n".join(lines)
+        return "\n".join(text_table(lines, left=(1, 2, len(titles) + 1), gap=" "))
 
     def _limit(self, row: RankedLayout) -> str:
+        most = translate(limits(row))
         if not row.fits:
-            return f"{limits(row)}; {excess_text(row)}"
+            return f"{most}; {translate(excess_text(row))}"
         share = row.held_bytes / self.question.memory_bytes
-        return limits(row) + (f", memory {share:.0%}" if share > 0.9 else "")
+        return most + (f", {translate(f'memory {share:.0%}')}" if share > 0.9 else "")
 
     def _losers(self) -> str:
-        name = max(len(one.name) for one in self.losers)
-        laid = [one.row.layout if one.row is not None else one.pattern for one in self.losers]
-        wide = max(map(len, laid))
-        lines = [
-            f"{one.name:<{name}}  {layout:<{wide}}  {one.why}"
-            for one, layout in zip(self.losers, laid)
+        rows = [
+            [
+                f"   {translate(one.name)}",
+                one.row.layout if one.row is not None else one.pattern,
+                translate(one.why),
+            ]
+            for one in self.losers
         ]
-        return "\n".join(["why not", *(f"   {line}" for line in lines)])
+        return "\n".join([translate("why not"), *text_table(rows)])
 
 
 def row_figures(row: RankedLayout) -> dict[str, Any]:
@@ -237,14 +254,15 @@ def row_figures(row: RankedLayout) -> dict[str, Any]:
 def left_out_text(one: LeftOut) -> str:
     """As in `tp16, ..., tp64: 8 heads`."""
     names = [f"{one.axis}{size}" for size in one.sizes]
-    return f"{', '.join(names if len(names) < 3 else [names[0], '...', names[-1]])}: {one.why}"
+    named = ", ".join(names if len(names) < 3 else [names[0], "...", names[-1]])
+    return f"{named}: {translate(one.why)}"
 
 
 def wrap_parts(word: str, parts: Sequence[str]) -> list[str]:
     """In lines of WIDTH, under a word."""
-    lines, line = [], f"{word:<9}"
-    for part in parts:
-        if len(line) > 9 and len(line) + len(part) > WIDTH:
+    lines, line = [], set_cell_size(translate(word), 9)
+    for part in map(translate, parts):
+        if cell_len(line) > 9 and cell_len(line) + cell_len(part) > WIDTH:
             lines.append(line.rstrip())
             line = " " * 9
         line += part + "; "

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from rich.text import Text
 
+from weft.core import translate
 from weft.pipeline import shades
 
 from .describe import comm_line, headline
@@ -16,7 +17,7 @@ def overlap_text(step: ProfiledStep, *, width: int = 120, colour: bool = False) 
     """As wide as the terminal. A column stands for what fills most of it."""
     gutter = max(len("rank 00 "), *(len(label) + 3 for rank in step.ranks for label in rank.comms))
     columns = max(width, 60) - gutter
-    lines = [Text(headline(step), style="bold" if colour else ""), Text()]
+    lines = [Text(translate(headline(step)), style="bold" if colour else ""), Text()]
     for number, rank in enumerate(step.ranks):
         row = Text(f"rank {number}".ljust(gutter))
         for column in range(columns):
@@ -33,11 +34,10 @@ def overlap_text(step: ProfiledStep, *, width: int = 120, colour: bool = False) 
                 under_way = _share(busy, column, columns, step.stop_s)
                 hidden = _share(beside, column, columns, step.stop_s)
                 line.append(" " if not under_way else "#" if hidden >= under_way / 2 else "-")
-            lines += [line, Text(" " * gutter + comm_line(rank, label))]
+            lines += [line, Text(" " * gutter + translate(comm_line(rank, label)))]
         lines.append(Text())
-    lines.append(
-        Text("F forward, B backward, W weight gradient, o other computing; # overlapped, - exposed")
-    )
+    legend = "F forward, B backward, W weight gradient, o other computing; # overlapped, - exposed"
+    lines.append(Text(translate(legend)))
     if not colour:
         for line in lines:
             line.rstrip()
