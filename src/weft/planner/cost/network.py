@@ -90,7 +90,7 @@ class Network:
         """Seconds of latency of one turn of a ring through all ranks: most of its steps are within
         a network, and as many cross each tier as it joins parts. `protocol`: its share of a hop
         within a node, and between nodes."""
-        found, before = np.zeros_like(group.size), 1.0
+        found, before = np.zeros_like(group.size), np.ones_like(group.size)
         for index, inside in enumerate(group.inside):
             hop = self.cluster.hardware.tiers[index].latency_s * protocol[min(index, 1)]
             found = found + hop * (group.size / before - group.size / inside)
