@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,9 @@ from weft.launch.local_workers import Pool
 
 torch.set_num_threads(1)
 os.environ["LANGUAGE"] = "en"  # tests read what weft prints
+# of this session alone: runs of tests are no runs of the user's
+CACHE = tempfile.TemporaryDirectory(prefix="weft-cache-", ignore_cleanup_errors=True)
+os.environ["XDG_CACHE_HOME"] = CACHE.name
 
 
 @pytest.fixture(scope="session")

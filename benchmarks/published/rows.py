@@ -185,9 +185,9 @@ def framework(row: Row) -> tuple[str, PrecisionPolicy]:
             MIXED, compute="fp16", grad_bytes=2, reduce_bytes=2, overlaps=True, messages=4
         )
     if "internevo" in name or "internlm" in name:
-        # HybridZeroOptimizer: gradients are summed in bf16, beside the backward, and are cast to
-        # float32 for torch 1.13's AdamW, whose ops read and write each on its own and for a moment
-        # hold two more copies
+        # HybridZeroOptimizer: gradients are summed in bf16, beside the backward; its step flattens
+        # them into a second copy and casts that to float32, for torch 1.13's AdamW, whose ops read
+        # and write each on its own and for a moment hold two more copies
         return "megatron", replace(
             MIXED,
             compute="bf16",
@@ -196,7 +196,7 @@ def framework(row: Row) -> tuple[str, PrecisionPolicy]:
             reduce_bytes=2,
             added_bytes=6,
             overlaps=True,
-            step_bytes=12,
+            step_bytes=14,
             update_bytes=108,
         )
     if "titan" in name:
@@ -217,6 +217,7 @@ def framework(row: Row) -> tuple[str, PrecisionPolicy]:
             compute="bf16",
             overlaps=True,
             grad_bytes=6,
+            added_bytes=12,
             state_bytes=12,
             logit_bytes=8,
             messages=9,
@@ -271,7 +272,8 @@ def framework(row: Row) -> tuple[str, PrecisionPolicy]:
             logit_bytes=18,
         )
     if "deepspeed" in name or "neox" in name:
-        plain = replace(plain, grad_bytes=2 if fp16 else 4, scatters=False)
+        # its engine reduces gradients in buckets of 5e8, of float32 under bf16
+        plain = replace(plain, grad_bytes=2 if fp16 else 4, bucket_bytes=5e8 * (2 if fp16 else 4))
         if row.get(
             "framework"
         ):  # its optimizers copy their part of gradients in float32, in bf16 all that they sum

@@ -113,7 +113,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "LOCAL_WORLD_SIZE",
         ):
             monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))  # of a machine that was not measured
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # of a machine that was not measured
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "small.toml").write_text(TINY)

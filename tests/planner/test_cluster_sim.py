@@ -25,6 +25,7 @@ from weft.core.errors import ConfigError
 from weft.core.layout import Layout
 from weft.core.sync import AsyncServers, LocalSteps, SyncEveryStep
 from weft.pipeline import schedules
+from weft.pipeline.draw.style import seconds_text
 from weft.pipeline.simulator import simulate
 from weft.planner import simulate_run
 from weft.planner.cluster_sim import (
@@ -40,12 +41,14 @@ from weft.planner.cluster_sim.batched_pipelines import BatchedPipelines
 from weft.planner.cluster_sim.failures import FailureModel
 from weft.planner.cluster_sim.scenario import Scenario
 from weft.planner.cost import transformer_work
+from weft.planner.cost.belief import PUBLISHED, Belief, Move
 from weft.planner.cost.hardware import Cluster
 from weft.planner.cost.layout_batch import LayoutBatch
 from weft.planner.cost.precision_policy import PrecisionPolicy
 
 MODEL = transformer_work.TransformerDims(16, 2048, 16, 32000, 2048, 5632, 4, gated=True, tied=False)
 HOUR = 3600.0
+UNMEASURED = Belief.of(PUBLISHED)
 
 
 def setup(
@@ -547,7 +550,22 @@ def everything() -> report.SimulationReport:
         scale="weak",
         to=64,
     )
-    return simulate_run.simulate_scenario(setup("dp4.pp2.tp2", 128, 8), asked)
+    return simulate_run.simulate_scenario(setup("dp4.pp2.tp2", 128, 8), asked, UNMEASURED)
+
+
+def test_a_step_has_the_interval_that_plan_has(everything: report.SimulationReport) -> None:
+    made = everything.setup
+
+    def predict(move: Move) -> Any:
+        return replace(made, era=move(made.era)).estimate().step_s
+
+    [low], [high] = UNMEASURED.interval(predict)
+    found = json.loads(report.report_json(everything))
+    assert found["step_s_low"] < found["step_s"] < found["step_s_high"]
+    assert found["step_s_high"] / found["step_s"] == pytest.approx((high / low) ** 0.5)
+    assert found["step_s"] / found["step_s_low"] == pytest.approx((high / low) ** 0.5)
+    said = f"80 % of steps within {seconds_text(found['step_s_low'])} and"
+    assert said in report.report_text(everything).plain
 
 
 def test_figures_agree_with_one_another(everything: report.SimulationReport) -> None:
@@ -576,7 +594,7 @@ def test_figures_agree_with_one_another(everything: report.SimulationReport) -> 
 
 def test_a_slow_link_alone_is_shown_where_replicas_agree() -> None:
     found = simulate_run.simulate_scenario(
-        setup("dp4.tp2"), simulate_run.SimulateRequest(links={"dp": 9.0})
+        setup("dp4.tp2"), simulate_run.SimulateRequest(links={"dp": 9.0}), UNMEASURED
     )
     assert [row.name for row in found.stragglers] == ["as planned", "a link of dp x9"]
     assert found.replicas[0].met_s == pytest.approx(found.stragglers[1].step_s)
@@ -811,7 +829,7 @@ def test_text(everything: report.SimulationReport) -> None:
 def test_what_cannot_be(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         simulate_run.simulate_scenario(
-            setup("dp2.pp4.tp2", 64, 8), simulate_run.SimulateRequest(**asked)
+            setup("dp2.pp4.tp2", 64, 8), simulate_run.SimulateRequest(**asked), UNMEASURED
         )
 
 

@@ -581,11 +581,23 @@ def test_mfu_and_tokens_are_those_of_the_step() -> None:
     assert 0 < found.mfu[0] < 1
 
 
+def test_each_axis_has_a_communicator() -> None:
+    found = priced(laid("dp1", "dp8", "dp2.pp2.tp2", batch=8))
+    beside = found.process_bytes - found.reserved_bytes
+    assert beside == pytest.approx([(1.5 + n * 0.6) * 2**30 for n in (0, 2, 4)])
+
+
+def test_a_bucket_of_gradients_is_beside_what_the_allocator_has() -> None:
+    bucket = replace(PRACTICE, bucket_bytes=1e9)
+    plain, more = (priced(laid("dp8", "tp8", batch=8), LLAMA8, p) for p in (PRACTICE, bucket))
+    assert more.reserved_bytes - plain.reserved_bytes == pytest.approx([1e9, 0])
+    assert (more.over_bytes == plain.over_bytes).all()
+
+
 def test_what_does_not_fit_says_by_how_much() -> None:
     found = priced(laid("dp8", "fsdp8", batch=8), LLAMA8, PRACTICE)
     assert list(found.fits) == [False, True] and found.over_bytes[1] == 0
     assert found.over_bytes[0] == pytest.approx(found.peak_bytes[0] + (1.5 - 79.1) * 2**30)
-    assert found.process_bytes == pytest.approx(found.reserved_bytes + 1.5 * 2**30)
     assert found.reserved_bytes == pytest.approx(1.04 * found.peak_bytes), (
         "which it gives back before it fails"
     )

@@ -58,6 +58,18 @@ def test_latency_is_a_rings_or_a_trees() -> None:
     assert net.reduce_s(0.0, group(net, "tp1024", "tp")) == [2 * 2 * 10.0]
 
 
+def test_between_nodes_a_gather_goes_round_all_ranks() -> None:
+    """In a ring of 64 ranks on 8 nodes 7 steps are between nodes."""
+    net = network(8, latency=1.0)
+    ranks = group(net, "fsdp64", "fsdp")
+    assert net.ring_hops(ranks) == pytest.approx(56 + 7)
+    low = 56 * 1.9 / 3.4 + 7 * 4 / 14
+    assert net.gather_s(0.0, ranks, count=3) == pytest.approx(3 * low)
+    wire = 63 / 64 * 1e15 / net.bandwidth(ranks)
+    assert net.gather_s(1e15, ranks) == pytest.approx(63 + wire), "LL128 carries 120 bytes of 128"
+    assert net.reduce_s(0.0, ranks) == pytest.approx(2 * 2 * (3 + 3)), "in a tree"
+
+
 @pytest.mark.parametrize("inside", [1, 2, 4, 8])
 def test_a_group_over_nodes_has_a_rail_for_each_member_inside(inside: int) -> None:
     net, rail, link = network(8), 1e10, 1e11

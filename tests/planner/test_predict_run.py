@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where this machine's sheet lies."""
-    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = hardware.local_sheet()
     path.parent.mkdir(parents=True)
     return path
@@ -41,6 +41,17 @@ def sheet(kind: str = "cpu", devices: int = 2) -> str:
     made = cluster(2).hardware
     tiers = (made.tiers[0].model_copy(update={"devices": devices}),)
     return toml.dump_toml(made.model_copy(update={"kind": kind, "tiers": tiers}))
+
+
+def test_the_sheet_is_in_the_cache_that_the_user_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    assert hardware.local_sheet() == tmp_path / "mine" / "weft" / "hardware.toml"
+    for none in ("", "relative"):  # which the specification has ignored
+        monkeypatch.setenv("XDG_CACHE_HOME", none)
+        assert hardware.local_sheet() == tmp_path / ".cache" / "weft" / "hardware.toml"
 
 
 def test_what_was_to_be_expected(tmp_path: Path, at: Path) -> None:

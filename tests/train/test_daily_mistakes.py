@@ -94,6 +94,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current directory, with run files and data."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "rows.toml").write_text(ROWS)
     for name, source in (

@@ -135,10 +135,10 @@ def simulate(
             scale=parse_scale_mode(scale),
             to=to,
         )
-        scenario, notes = make_scenario(run, cluster, era, measured or (), not no_kept_runs)
+        scenario, belief, notes = make_scenario(run, cluster, era, measured or (), not no_kept_runs)
         for note in notes:
             say(f"note: {note}", err=True)
-        found = simulate_scenario(scenario, request)
+        found = simulate_scenario(scenario, request, belief)
         if out is not None:
             write_report(out, found)
         if as_json:

@@ -24,6 +24,7 @@ from .cluster_sim.failures import FailureModel, failure_cost, mtbf_of_all
 from .cluster_sim.report import SimulationReport
 from .cluster_sim.scaling import Mode
 from .cluster_sim.scenario import Scenario
+from .cost.belief import Belief
 from .cost.breakdown import TimePart
 from .cost.hardware import Cluster
 from .measured_constants import measured_constants
@@ -100,7 +101,7 @@ def make_scenario(
     era: str | None,
     measured: Sequence[str | Path] = (),
     kept: bool = True,
-) -> tuple[Scenario, tuple[str, ...]]:
+) -> tuple[Scenario, Belief, tuple[str, ...]]:
     """A run as its file has it, on a cluster.
 
     Args:
@@ -111,7 +112,8 @@ def make_scenario(
         kept: Also use runs that weft train has noted on this machine.
 
     Returns:
-        The scenario, and notes: which measurements were used, and what they changed.
+        The scenario; what is believed of its era's constants; and notes: which measurements were
+        used, and what they changed.
 
     Raises:
         Refusal: The run cannot be laid so, or a file cannot be used.
@@ -133,7 +135,7 @@ def make_scenario(
         run.train.steps,
         asked.sync,
     )
-    return scenario, learned.notes
+    return scenario, learned.belief, learned.notes
 
 
 def parse_slow(text: str) -> tuple[int | None, float]:
@@ -176,8 +178,9 @@ def parse_scale_mode(text: str | None) -> Mode | None:
     return cast(Mode | None, text)
 
 
-def simulate_scenario(setup: Scenario, asked: SimulateRequest) -> SimulationReport:
-    """All that was asked for. Raises Refusal."""
+def simulate_scenario(setup: Scenario, asked: SimulateRequest, belief: Belief) -> SimulationReport:
+    """All that was asked for. `belief` is about the constants of the scenario's era. Raises
+    Refusal."""
     faults = _faults(setup, asked) if asked.fails else None
     step = setup.step()
     acted = picture.pipeline_timeline(setup, step)
@@ -195,6 +198,7 @@ def simulate_scenario(setup: Scenario, asked: SimulateRequest) -> SimulationRepo
         step,
         acted,
         timeline,
+        setup.interval_factor(belief),
         rows,
         agreed,
         (

@@ -85,6 +85,7 @@ def sheet(seen: Measurements) -> Hardware:
         contention=_contention(seen.beside),
         fixed_s=seen.floor.step_s,
         context_gib=seen.floor.process_bytes / GIB,
+        communicator_gib=0.0 if cpu else Era().communicator_gib,
         reserved=1.0 if cpu else Era().reserved,
     )
     device = Device(

@@ -17,6 +17,7 @@ from weft.core import (
     STAGE_AXIS,
     ActionCosts,
 )
+from weft.parallel import DATA_AXES
 from weft.pipeline import schedules
 
 from .block_cost import BlockCost, block_cost, sum_costs
@@ -27,7 +28,14 @@ from .gradient_cost import gradient_parts
 from .hardware import GIB, Cluster, Era
 from .layer_correction import MEASURED
 from .layout_batch import Array, LayoutBatch
-from .memory import input_bytes, peak_memory, saved_bytes, shard_counts, stage_params
+from .memory import (
+    communicator_bytes,
+    input_bytes,
+    peak_memory,
+    saved_bytes,
+    shard_counts,
+    stage_params,
+)
 from .model_work import BlockWork, ModelWork
 from .pipeline_stages import StageShare, chain_parts, stage_shares
 from .precision_policy import PrecisionPolicy
@@ -42,11 +50,11 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Estimate:
     """Of each choice: seconds of a step and bytes of a rank's peak, in parts; `reserved_bytes`:
-    with what the allocator keeps in reserve; `process_bytes`: and the driver, where memory is not
-    short; `traffic`: bytes that a rank of the first stage sends in a step over each axis, where
-    what several axes sum together is the first one's of dp, ep, cp and up, and what travels to
-    experts is ep's; `mfu` by the model's definition; whether it fits, or by how many bytes it does
-    not."""
+    with what the allocator keeps in reserve; `process_bytes`: and the driver and communicators,
+    where memory is not short; `traffic`: bytes that a rank of the first stage
+    sends in a step over each axis, where what several axes sum together is the first one's of dp,
+    ep, cp and up, and what travels to experts is ep's; `mfu` by the model's definition; whether it
+    fits, or by how many bytes it does not."""
 
     time: tuple[CostPart, ...]
     memory: tuple[CostPart, ...]
@@ -76,8 +84,10 @@ def estimate(
     zero = np.zeros(len(choices))
     step = sum((part.value for part in time), zero)
     held_bytes = sum((part.value for part in memory), zero)
-    reserved, context = held_bytes * era.reserved, era.context_gib * GIB
-    # the allocator gives back what it has to spare before it fails
+    bucket = np.where(choices.size(*DATA_AXES) > 1, practice.bucket_bytes, 0.0)
+    reserved, context = held_bytes * era.reserved + bucket, era.context_gib * GIB
+    # the allocator gives back what it has to spare before it fails; what communicators take differs
+    # by NCCL's version, and runs that nearly fill a card had room for them
     over = held_bytes + context - cluster.hardware.device.memory_gib * GIB
     peak_flops = cluster.hardware.peak(practice.compute) * choices.world
     return Estimate(
@@ -87,7 +97,7 @@ def estimate(
         step,
         held_bytes,
         reserved,
-        reserved + context,
+        reserved + context + communicator_bytes(choices, era),
         over <= 0,
         np.maximum(over, 0.0),
         mfu=work.model_flops * choices.batch / (step * peak_flops),

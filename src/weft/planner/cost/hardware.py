@@ -8,6 +8,7 @@ but for what it states itself.
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from functools import cache
@@ -85,6 +86,9 @@ class Era(TomlTable):
     )
     context_gib: Count = Field(
         default=1.5, description="memory that the allocator does not know of"
+    )
+    communicator_gib: Count = Field(
+        default=0.6, description="more of it for each group of ranks, as NCCL's buffers are"
     )
     reserved: Rate = Field(default=1.04, description="what the allocator takes, over what it gives")
     layers: Annotated[tuple[LayerTiming, ...], Tuple] = Field(
@@ -215,8 +219,11 @@ def sheet_names() -> list[str]:
 
 
 def local_sheet() -> Path:
-    """Where `weft calibrate` writes what it measured, and `--cluster local` is read from."""
-    return Path.home() / ".cache" / "weft" / "hardware.toml"
+    """Where `weft calibrate` writes what it measured, and `--cluster local` is read from: in the
+    user's cache, as the XDG Base Directory Specification has it."""
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    cache = named if named.is_absolute() else Path.home() / ".cache"
+    return cache / "weft" / "hardware.toml"
 
 
 def named_sheet(name: str) -> Hardware:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from math import prod
 from typing import Any, Self
 
@@ -65,7 +66,7 @@ class LayoutBatch:
     @property
     def world(self) -> Array:
         """Ranks of each."""
-        return np.prod([self.sizes[axis] for axis in AXES], axis=0)
+        return self.size(*AXES)
 
     @property
     def batch(self) -> Array:
@@ -74,7 +75,14 @@ class LayoutBatch:
 
     def size(self, *axes: str) -> Array:
         """Product of the sizes of these axes."""
-        return np.prod([self.sizes[axis] for axis in axes], axis=0)
+        if axes not in self._products:
+            self._products[axes] = np.prod([self.sizes[axis] for axis in axes], axis=0)
+        return self._products[axes]
+
+    @cached_property
+    def _products(self) -> dict[tuple[str, ...], Array]:
+        """Of axes that were asked for: what is priced asks for the same ones again and again."""
+        return {}
 
     @property
     def replicas(self) -> Array:

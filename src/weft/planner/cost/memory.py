@@ -24,6 +24,7 @@ from weft.parallel import (
 
 from .breakdown import CostPart, MemoryPart
 from .compute import ranks_dividing
+from .hardware import GIB, Era
 from .layout_batch import Array, LayoutBatch
 from .model_work import BlockWork, Held, ModelWork
 from .pipeline_stages import StageShare, splits_backward, stage_shares
@@ -165,6 +166,14 @@ class _Either(Mapping[str, Array | float]):
 
     def __len__(self) -> int:
         return len(self._first)
+
+
+def communicator_bytes(choices: LayoutBatch, era: Era) -> Array:
+    """Bytes of communicators, which no allocator knows of: one for each axis of several ranks, and
+    one of all ranks. One of NCCL's takes 544 MB over two A100, 688 MB over more (NVIDIA/nccl issue
+    964)."""
+    groups = sum((size > 1 for size in choices.sizes.values()), np.zeros(len(choices)))
+    return GIB * era.communicator_gib * (groups + (groups > 0))
 
 
 def input_bytes(block: BlockWork, choices: LayoutBatch) -> Array:

@@ -39,7 +39,9 @@ class PrecisionPolicy:
     `offloads`: what rests in host memory where a layout is offloaded, of weights, gradients,
     optimizer and activations (of these, inputs of blocks that run again; Rajbhandari et al. 2021,
     ZeRO-Infinity). `host_activations`: whether, under any layout, what blocks save for backward
-    does, but for two blocks.
+    does, but for two blocks. `bucket_bytes` of a flat copy of gradients, in which ranks of dp sum
+    them after the backward: no block that activations left is so large, and the allocator takes
+    more.
     """
 
     compute: str = "bf16"
@@ -72,3 +74,4 @@ class PrecisionPolicy:
     start_bytes: float = 0.0
     offloads: Collection[str] = ("weights", "gradients", "optimizer")
     host_activations: bool = False
+    bucket_bytes: float = 0.0

@@ -34,7 +34,7 @@ class Certainty:
         def predict(move: Move) -> Array:
             return question.moved(move).price(choices).step_s
 
-        factor = np.exp(Z80 * belief.spread(predict))
+        factor = belief.factor(predict)
         apart = np.abs(np.log(seconds[:, None] / seconds[None]))
         alike = apart <= Z80 * belief.spread_of_ratios(predict)
         return cls([row.layout for row in rows], seconds / factor, seconds * factor, alike)
