@@ -65,6 +65,7 @@ class Plan:
     dropped: DroppedShapes = field(default_factory=DroppedShapes)  # which dim counts samples
     whole_batch: bool = False  # the loss is one of all samples, of all microbatches and data ranks
     pairs: frozenset[int] = frozenset()  # leaves of the output that compare samples, if whole_batch
+    of_one_state: tuple[str, ...] = ()  # axes that keep, alone, what the forward changes of weights
     every: tuple[Weight, ...] = ()  # in a part of a plan: the weights of the whole
 
     @property

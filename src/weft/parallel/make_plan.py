@@ -19,7 +19,6 @@ from weft.core import (
     Divides,
     Layout,
     LayoutError,
-    NothingToDivide,
     PipelineRequest,
     Plan,
     Schedule,
@@ -47,7 +46,7 @@ from .gathered_units import check_unit_stages, gathered_units, heads_for_chunks,
 from .logits_uses import combines_logits
 from .memory_checks import check_offload, check_prefetch
 from .multihead_calls import called_attentions
-from .other_layouts import name_others
+from .other_layouts import plan_or_name_others
 from .parts import check_parts, find_parts, part_notes, parts_on, roles_with_parts
 from .pipeline_checks import (
     bubble_note,
@@ -188,10 +187,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
     Raises:
         Refusal: The layout cannot do what is asked for with this model.
     """
-    try:
-        return _plan_checked(request)
-    except NothingToDivide as problem:
-        raise name_others(problem, request, _plan_checked) from None
+    return plan_or_name_others(request, _plan_checked)
 
 
 def _plan_checked(request: PlanRequest) -> Plan:
