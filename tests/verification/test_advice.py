@@ -172,6 +172,16 @@ ADVICE: dict[str, Advice] = {
         },
     ),
     "clamped": Advice(NET["clamped"], "fsdp2", "leave fsdp out of the layout", on("dp2", "pp2")),
+    "carried": Advice(
+        Subject(partial(advised.Carries, "after"), features, mse),
+        "fsdp2",
+        r"blocks\.1 makes a tensor after .* Return that tensor too, or make it before what",
+        {
+            "fsdp2": built_by(partial(advised.Carries, "before")),
+            "fsdp2.tp1": built_by(partial(advised.Carries, "returned")),
+            **on("dp2"),
+        },
+    ),
     "lstm-dropout": Advice(
         NET["lstm-dropout"],
         "dp2",

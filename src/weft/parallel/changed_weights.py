@@ -1,5 +1,5 @@
-"""Weights and buffers that a forward changes, as by a mask that is multiplied into a weight. What
-ranks have gathered of a weight is not kept after a forward that changes it, and ranks with other samples change buffers to
+"""Weights and buffers that a forward changes, as by a mask that is multiplied into them. Of what
+ranks have gathered of a weight nothing is kept, and ranks with other samples change buffers to
 other values. Found by a run on tensors without elements."""
 
 from __future__ import annotations

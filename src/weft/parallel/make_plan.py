@@ -40,6 +40,7 @@ from weft.pipeline import make_stages
 from weft.sync import check_gate_biases, check_sync, make_sync
 
 from .axes import DATA_AXES, FEATURE_AXES, SEQUENCE_AXES, TOKEN_AXES, VOCABULARY_AXES
+from .carried_tensors import check_carried_tensors
 from .cut_trial import runnable_roles
 from .float8_choice import check_recipe, choose_float8
 from .gathered_units import check_unit_stages, gathered_units, heads_for_chunks, unit_notes
@@ -223,6 +224,7 @@ def _plan_checked(request: PlanRequest) -> Plan:
     check_parts(parts, steps)
     check_unit_reads(request, parts, steps)
     check_named_units(request, steps)
+    check_carried_tensors(request, steps)
     if layout.active_axes(*SEQUENCE_AXES):
         check_shared_sequence(request, layout, found, steps)
     blocks = callable_blocks(model, (b for blocks in found.blocks for b in blocks))
