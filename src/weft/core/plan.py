@@ -34,7 +34,7 @@ def _accumulation(microbatches: int) -> Schedule:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is decided before a process starts. `print(plan)` is a table a person reads."""
+    """Everything that is decided before a process starts. `print(plan)` is a table."""
 
     layout: Layout
     steps: tuple[Step, ...]
