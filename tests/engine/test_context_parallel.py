@@ -23,7 +23,7 @@ from weft.engine.context_parallel.ring_attention import KeyBlocks, attend_blocks
 from weft.engine.context_parallel.transformers_interfaces import eager_attention_by, mask_rules
 from weft.launch.local_workers import Pool
 from weft.nn.attention_masks import AttentionPattern, causal_mask, documents_of, window_rule
-from weft.nn.losses import causal_lm, cross_entropy, next_token, positionwise
+from weft.nn.losses import causal_lm, cross_entropy, next_token, positionwise, whole_batch
 from weft.nn.models import decoder
 from weft.nn.models.decoder import rotary_table
 from weft.verification.compare import check_layout
@@ -559,6 +559,7 @@ def summed(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     ("layout", "says", "change"),
     [
         ("cp2", "not known to be a sum over positions", {"loss": summed}),
+        ("cp2", "compares whole samples, .* Use dp or fsdp", {"loss": whole_batch(summed)}),
         ("cp4+ring+gather", "Choose one", {}),
         ("cp2+ulysses.ulysses2", "the axis ulysses does the same", {}),
         ("cp3", "do not divide into 6 pieces", {}),

@@ -79,6 +79,25 @@ class Convolved(nn.Module):
         return x + self.short(x)
 
 
+class MeanOfMany(nn.Module):
+    """Adds the mean over positions of sequences that are longer than this."""
+
+    def __init__(self, longer_than: int) -> None:
+        super().__init__()
+        self.attention, self.longer_than = FusedAttention(DIM, 4), longer_than
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        return x + x.mean(1, keepdim=True) if x.shape[1] > self.longer_than else x
+
+
+def mean_of_many(longer_than: int) -> nn.Module:
+    model = Fused(dim=DIM)
+    model.position = nn.Embedding(2 * trial_ways.POSITIONS, DIM)
+    model.blocks = nn.ModuleList(MeanOfMany(longer_than) for _ in range(2))
+    return model
+
+
 def normed_embedding() -> nn.Module:
     model = Fused(dim=DIM)
     model.embedding = NormedEmbedding(VOCAB, DIM)
@@ -140,12 +159,13 @@ def begin(
     sample: bool = True,
     deferred: bool = False,
     planned: bool = True,
+    length: int = LENGTH,
     **arguments: Any,
 ) -> float:
     """The first loss. `planned`: the plan has a sample; `sample`: the trial, before the step."""
     model = weft.deferred_init(build, seed=0) if deferred else seeded(build)
     generator = torch.Generator().manual_seed(1)
-    batch = {"input_ids": torch.randint(VOCAB, (BATCH, LENGTH), generator=generator)}
+    batch = {"input_ids": torch.randint(VOCAB, (BATCH, length), generator=generator)}
     two = {key: value[:2] for key, value in batch.items()}
     seen = two if planned else None
     plan = weft.plan(
@@ -195,6 +215,14 @@ def test_a_small_mixture_of_positions_is_refused(pool: Pool, layout: str, sample
     with pytest.raises(UnsupportedModel, match="splitting the sequence") as found:
         pool.run(partial(begin, partial(convolved, 1e-4), layout, "bf16", sample), world=world)
     assert "blocks.0.short" in str(found.value) and "cp" in str(found.value)
+
+
+def test_a_model_that_computes_otherwise_on_many_positions_is_tried_on_all(pool: Pool) -> None:
+    few = trial_ways.POSITIONS
+    start = partial(begin, layout="cp2", length=2 * few)
+    pool.run(partial(start, partial(mean_of_many, 2 * few)), world=2)
+    with pytest.raises(UnsupportedModel, match="splitting the sequence changes the model's output"):
+        pool.run(partial(start, partial(mean_of_many, few)), world=2)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "tp2+sequence"])

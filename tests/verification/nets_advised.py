@@ -369,3 +369,37 @@ def ibert() -> nn.Module:
             module.train = lambda mode=True, module=module: module  # type: ignore[method-assign]
             module.training = False
     return model
+
+
+class Carries(nn.Module):
+    """Blocks, the second of which hands a tensor to the third by an attribute: it makes it "after"
+    what it returns, "before" that, or has it "returned" too."""
+
+    def __init__(self, made: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Carrying(made if i == 1 else "") for i in range(4))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            if i == 2:
+                x = x + torch.tanh(self.blocks[1].carry)
+            found = block(x)
+            x = found[0] if isinstance(found, tuple) else found
+        return self.head(x)
+
+
+class Carrying(nn.Module):
+    carry: Tensor
+
+    def __init__(self, made: str) -> None:
+        super().__init__()
+        self.up, self.down, self.made = nn.Linear(8, 8), nn.Linear(8, 8), made
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        if self.made == "before":
+            self.carry = self.up(x)
+        out = x + self.down(torch.tanh(self.up(x)))
+        if self.made in ("after", "returned"):
+            self.carry = self.up(x)
+        return (out, self.carry) if self.made == "returned" else out

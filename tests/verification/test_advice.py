@@ -164,7 +164,7 @@ ADVICE: dict[str, Advice] = {
     "running-mean": Advice(
         NET["running-mean"],
         "dp2",
-        "outside of the forward, keep statistics in nn.BatchNorm, .* a layout of tp or pp alone",
+        r"Change it outside of the forward, keep .* or use a layout of tp or pp alone\.$",
         {
             **on("tp2", "pp2"),
             "dp2": built_by(advised.BatchNormed),
@@ -172,6 +172,16 @@ ADVICE: dict[str, Advice] = {
         },
     ),
     "clamped": Advice(NET["clamped"], "fsdp2", "leave fsdp out of the layout", on("dp2", "pp2")),
+    "carried": Advice(
+        Subject(partial(advised.Carries, "after"), features, mse),
+        "fsdp2",
+        r"blocks\.1 makes a tensor after .* Return that tensor too, or make it before what",
+        {
+            "fsdp2": built_by(partial(advised.Carries, "before")),
+            "fsdp2.tp1": built_by(partial(advised.Carries, "returned")),
+            **on("dp2"),
+        },
+    ),
     "lstm-dropout": Advice(
         NET["lstm-dropout"],
         "dp2",
@@ -315,13 +325,19 @@ OF_FAMILIES: dict[str, Advice] = {
     "bert": Advice(
         of_family("bert", "sequence-classification"),
         "cp2",
-        "of a loss that has no positions, use dp or fsdp",
+        r"whole samples \(labels \[2\]: no target for each of 16 positions\).* Use dp or fsdp\.$",
         on("dp2", "fsdp2"),
     ),
     "ibert": Advice(
         of_family("ibert", "masked-lm"),
         "tp2",
         r"Use dp or fsdp, after changing outside of the forward what .* \(.*x_min, x_max",
+        dict.fromkeys(("dp2", "fsdp2"), built_by(advised.ibert)),
+    ),
+    "ibert-state": Advice(  # tp finds nothing to cut in it, and stages would share its buffers
+        of_family("ibert", "masked-lm"),
+        "dp2",
+        r"Change it outside of the forward or keep statistics in nn\.BatchNorm\.$",
         dict.fromkeys(("dp2", "fsdp2"), built_by(advised.ibert)),
     ),
     "doge": Advice(

@@ -44,6 +44,7 @@ from .errors import (
     WeftError as WeftError,
     WorkerDied as WorkerDied,
     check_renamed as check_renamed,
+    either as either,
     nearest as nearest,
     require as require,
     require_known as require_known,

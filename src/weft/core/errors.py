@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from .files import printable
@@ -116,6 +116,12 @@ class WorkerDied(WeftError):
         self.rank, self.report, self.meant, self.stopped = rank, report, meant, False
         self.who = f"rank {rank}, {name}," if name else f"rank {rank}"
         super().__init__(f"{self.who} died:\n{report.rstrip()}")
+
+
+def either(names: Sequence[str]) -> str:
+    """One of these, in words: `a, b or c`."""
+    *most, last = names
+    return " or ".join(filter(None, (", ".join(most), last)))
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

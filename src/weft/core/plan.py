@@ -34,17 +34,14 @@ def _accumulation(microbatches: int) -> Schedule:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that is decided before a process starts. `print(plan)` is a table a person reads.
-
-    `accumulate` counts microbatches.
-    """
+    """Everything that is decided before a process starts. `print(plan)` is a table."""
 
     layout: Layout
     steps: tuple[Step, ...]
     weights: tuple[Weight, ...]
     batch: int
     axes: AxisTable = field(repr=False)  # all axes there are, with what each divides
-    accumulate: int = 1
+    accumulate: int = 1  # microbatches
     blocks: tuple[str, ...] = ()  # the repeated modules: units of recompute
     recompute: str | int | tuple[str, ...] = "none"  # none, selective, full, every k-th, or these
     precision: str = "fp32"  # fp64, fp32, bf16, fp16: what is computed in
@@ -65,6 +62,7 @@ class Plan:
     dropped: DroppedShapes = field(default_factory=DroppedShapes)  # which dim counts samples
     whole_batch: bool = False  # the loss is one of all samples, of all microbatches and data ranks
     pairs: frozenset[int] = frozenset()  # leaves of the output that compare samples, if whole_batch
+    of_one_state: tuple[str, ...] = ()  # axes that keep, alone, what the forward changes of weights
     every: tuple[Weight, ...] = ()  # in a part of a plan: the weights of the whole
 
     @property

@@ -68,7 +68,7 @@ class SampleTrial:
             sample = broadcast_value(sample, 0, group)
         sample = {key: value.to(device) for key, value in sample.items()}
         found = None
-        for way in trial_ways(self._plan, self._mesh, self._sequence, sample):
+        for way in trial_ways(self._model, self._plan, self._mesh, self._sequence, sample):
             if way.precision not in BOUNDS or (self._routes and way.precision != "fp64"):
                 continue
             try:

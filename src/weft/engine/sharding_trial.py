@@ -96,7 +96,7 @@ class ShardingTrial:
 
     def _whole(self, sample: Batch, held: dict[str, LocalShard]) -> tuple[TrialWay, TrialRecord]:
         """What the whole model computes, in the first way in which it runs."""
-        *others, last = trial_ways(self._plan, self._mesh, self._sequence, sample)
+        *others, last = trial_ways(self._model, self._plan, self._mesh, self._sequence, sample)
         for way in others:
             try:
                 return way, self._run(way, held, None, self._plan, None)

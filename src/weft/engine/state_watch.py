@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from weft._torch.tensors import version_of
-from weft.core import Plan, UnsupportedModel
+from weft.core import Plan, UnsupportedModel, either
 from weft.nn import BatchNorm, GateBias
 from weft.parallel import TOKEN_AXES, Mesh
 from weft.pipeline import PlaceholderTensor
@@ -22,11 +22,6 @@ from weft.pipeline import PlaceholderTensor
 from .fsdp_units import FSDPUnits
 
 _OUTSIDE = "change it outside of the forward, or leave fsdp out of the layout"
-_FIX = (
-    "change it outside of the forward, keep statistics in nn.BatchNorm, which ranks share, or use a"
-    " layout of tp or pp alone"
-)
-
 _MAKE = "make it in __init__, or run the model once in the function that builds it"
 
 State = tuple[int, ...]  # torch's count of changes in place, and sums of the elements
@@ -98,12 +93,15 @@ class StateWatch:
         """That the digests of ranks differ."""
         names = self._changed
         others = f", as {len(names) - 1} others are" if len(names) > 1 else ""
+        fixes = ["change it outside of the forward", "keep statistics in nn.BatchNorm"]
+        if self._plan.of_one_state:
+            fixes.append(f"use a layout of {either(self._plan.of_one_state)} alone")
         return UnsupportedModel(
             "layout",
             str(self._plan.layout),
             f"{names[0] if names else 'its state'} is changed by the model's forward{others}, and"
             " ranks with other samples change it to other values",
-            _FIX,
+            either(fixes),
         )
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:

@@ -8,14 +8,15 @@ from math import prod
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from weft.core import DTYPES, Plan, UnsupportedModel
-from weft.parallel import Mesh
+from weft.parallel import Mesh, same_operators
 
 from .context_parallel.sequence import ContextParallel
 from .microbatch import Batch
 
-POSITIONS = 256  # of a trial: few enough for float64
+POSITIONS = 256  # of a trial: few enough for float64; all, if the model computes otherwise on more
 SHARE = 0.25  # of a GPU's free memory, which the weights of a trial may take in more than they need
 
 
@@ -28,19 +29,20 @@ class TrialWay:
 
 
 def trial_ways(
-    plan: Plan, mesh: Mesh, sequence: ContextParallel, sample: Batch
+    model: nn.Module, plan: Plan, mesh: Mesh, sequence: ContextParallel, sample: Batch
 ) -> Iterator[TrialWay]:
     """The ways to compute a trial, the best first. A model may not run in each. All ranks call it
     together.
 
     Args:
-        plan: what the model is trained by.
+        model: the whole model; it may be on the meta device.
+        plan: what it is trained by.
         mesh: where this rank computes.
         sequence: finds the sequences of a batch.
         sample: a batch of a few samples.
     """
     own = plan.precision
-    short = _shortened(plan, sequence, sample)
+    short = _shortened(model, plan, sequence, sample)
     for precision in dict.fromkeys(("fp64", "fp32", own)):
         if precision != own and (DTYPES[precision].itemsize < 8 and own == "fp64"):
             continue
@@ -58,17 +60,21 @@ def positions_of(sequence: ContextParallel, sample: Batch) -> int:
         return 0
 
 
-def _shortened(plan: Plan, sequence: ContextParallel, sample: Batch) -> Batch:
-    """The sample's first positions, where it has many."""
+def _shortened(model: nn.Module, plan: Plan, sequence: ContextParallel, sample: Batch) -> Batch:
+    """The sample's first positions, where it has many, and the model computes alike on these."""
     length = positions_of(sequence, sample)
     unit = 2 * prod(size for _, size in plan.layout.sizes)
     if length <= max(POSITIONS, unit):
         return sample
     short = max(unit, POSITIONS // unit * unit)
-    return {
+    whole = {key: value.cpu() for key, value in sample.items()}
+    first = {
         key: value[:, :short] if value.ndim > 1 and value.shape[1] == length else value
-        for key, value in sample.items()
+        for key, value in whole.items()
     }
+    if not same_operators(model, sequence.inputs, first, whole):
+        return sample
+    return {key: value.to(sample[key].device) for key, value in first.items()}
 
 
 def affordable(plan: Plan, mesh: Mesh, precision: str) -> bool:

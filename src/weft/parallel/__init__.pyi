@@ -47,6 +47,7 @@ from .make_plan import (
     weights_of as weights_of,
 )
 from .mesh import Mesh as Mesh
+from .operators_by_length import same_operators as same_operators
 from .parts import find_parts as find_parts, roles_with_parts as roles_with_parts
 from .plan_request import PlanRequest as PlanRequest
 from .predict_comms import (

@@ -19,7 +19,6 @@ from weft.core import (
     Divides,
     Layout,
     LayoutError,
-    NothingToDivide,
     PipelineRequest,
     Plan,
     Schedule,
@@ -41,13 +40,14 @@ from weft.pipeline import make_stages
 from weft.sync import check_gate_biases, check_sync, make_sync
 
 from .axes import DATA_AXES, FEATURE_AXES, SEQUENCE_AXES, TOKEN_AXES, VOCABULARY_AXES
+from .carried_tensors import check_carried_tensors
 from .cut_trial import runnable_roles
 from .float8_choice import check_recipe, choose_float8
 from .gathered_units import check_unit_stages, gathered_units, heads_for_chunks, unit_notes
 from .logits_uses import combines_logits
 from .memory_checks import check_offload, check_prefetch
 from .multihead_calls import called_attentions
-from .other_layouts import name_others
+from .other_layouts import plan_or_name_others
 from .parts import check_parts, find_parts, part_notes, parts_on, roles_with_parts
 from .pipeline_checks import (
     bubble_note,
@@ -188,10 +188,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
     Raises:
         Refusal: The layout cannot do what is asked for with this model.
     """
-    try:
-        return _plan_checked(request)
-    except NothingToDivide as problem:
-        raise name_others(problem, request, _plan_checked) from None
+    return plan_or_name_others(request, _plan_checked)
 
 
 def _plan_checked(request: PlanRequest) -> Plan:
@@ -227,6 +224,7 @@ def _plan_checked(request: PlanRequest) -> Plan:
     check_parts(parts, steps)
     check_unit_reads(request, parts, steps)
     check_named_units(request, steps)
+    check_carried_tensors(request, steps)
     if layout.active_axes(*SEQUENCE_AXES):
         check_shared_sequence(request, layout, found, steps)
     blocks = callable_blocks(model, (b for blocks in found.blocks for b in blocks))

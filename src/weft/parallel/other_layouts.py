@@ -1,4 +1,5 @@
-"""Names, where an axis finds nothing to divide in a model, the other layouts that take it."""
+"""Names the other layouts that take a model, where an axis finds nothing to divide in it, or its
+ranks would change its state each to other values."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from dataclasses import replace
 
 from weft.core import (
     BLOCKS,
+    STAGE_AXIS,
     Layout,
     NeedsData,
     NothingToDivide,
@@ -14,13 +16,28 @@ from weft.core import (
     Plan,
     Refusal,
     UnsupportedModel,
+    either,
 )
 
-from .axes import DATA_AXES, EXPERT_AXES, STATE_AXES
-from .changed_weights import changed_weights
+from .axes import DATA_AXES, EXPERT_AXES, FEATURE_AXES, STATE_AXES, TOKEN_AXES
+from .changed_weights import changed_weights, changes_state
 from .plan_request import PlanRequest
 
+_OF_ONE_STATE = (*FEATURE_AXES, STAGE_AXIS)  # whose ranks have the same samples
 _OF_SAMPLES = tuple(axis for axis in DATA_AXES if axis not in EXPERT_AXES)
+
+
+def plan_or_name_others(request: PlanRequest, plan: Callable[[PlanRequest], Plan]) -> Plan:
+    """What `plan` makes of the request, with the axes that keep what the model's forward changes.
+    Raises Refusal, which says which other layouts `plan` takes the model on."""
+    try:
+        made = plan(request)
+    except NothingToDivide as problem:
+        raise name_others(problem, request, plan) from None
+    if made.layout.active_axes(*TOKEN_AXES) and changes_state(request):
+        taken = (axis for axis in _OF_ONE_STATE if _refusal(axis, request, plan) is None)
+        return replace(made, of_one_state=tuple(taken))
+    return made
 
 
 def name_others(
@@ -31,8 +48,7 @@ def name_others(
     refused = [(axis, _refusal(axis, request, plan)) for axis in problem.others or _OF_SAMPLES]
     taken = [axis for axis, why in refused if why is None]
     if taken:
-        *most, last = taken
-        return problem.naming("use " + " or ".join(filter(None, (", ".join(most), last))))
+        return problem.naming(f"use {either(taken)}")
     fixes: Iterator[str] = (why.fix for _, why in refused if why is not None)
     return problem.naming(next(fixes))
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from weft.core import (
     Layout,
+    NothingToDivide,
     Step,
     UnsupportedModel,
 )
@@ -17,6 +19,7 @@ from weft.nn import (
     attention_kind,
     check_padding,
     is_positionwise,
+    is_whole_batch,
     named_inputs,
     sequence_length,
 )
@@ -52,17 +55,8 @@ def check_shared_sequence(
     length = sequence_length(names, sample)
     if sample and not length:
         raise no_sequence(layout, sample)
-    unmarked = loss is not None and not is_positionwise(loss)
-    if unmarked and (rows := _feature_rows(names, sample)):
-        problem = f"{rows}: features of a sample, as far as is known, and {axis} parts positions"
-        fix = "use dp or fsdp; if dim 1 is a sequence, mark the loss @weft.losses.positionwise"
-        refuse(problem, fix)
-    if unmarked:
-        refuse(
-            f"the loss is not known to be a sum over positions, and {axis} parts them",
-            "mark it with @weft.losses.positionwise if it is, or use weft.losses.next_token; of a"
-            " loss that has no positions, use dp or fsdp",
-        )
+    if loss is not None and not is_positionwise(loss):
+        raise NothingToDivide("layout", str(layout), *_unmarked(loss, names, sample, length, axis))
     methods = {
         step.sequence.method: layout.size(step.sequence.axis)
         for step in steps
@@ -105,6 +99,30 @@ def check_shared_sequence(
                 f" {size} ranks",
                 "use cp, whose keys travel, or a size that divides them",
             )
+
+
+def _unmarked(
+    loss: Any, names: Sequence[str], sample: Mapping[str, Tensor], length: int, axis: str
+) -> tuple[str, str]:
+    """Why ranks cannot part the positions of this loss, and what to do."""
+    if is_whole_batch(loss):
+        return f"the loss compares whole samples, and {axis} parts their positions", "{others}"
+    targets = {key: value for key, value in sample.items() if key not in names}
+    if targets and all(length not in value.shape[1:] for value in targets.values()):
+        shapes = ", ".join(f"{key} {list(value.shape)}" for key, value in targets.items())
+        return (
+            f"the loss is of whole samples ({shapes}: no target for each of {length} positions),"
+            f" and {axis} parts their positions",
+            "{others}",
+        )
+    if rows := _feature_rows(names, sample):
+        problem = f"{rows}: features of a sample, as far as is known, and {axis} parts positions"
+        return problem, "{others}; if dim 1 is a sequence, mark the loss @weft.losses.positionwise"
+    return (
+        f"the loss is not known to be a sum over positions, and {axis} parts them",
+        "mark it with @weft.losses.positionwise if it is, or use weft.losses.next_token; of a"
+        " loss that has no positions, {others}",
+    )
 
 
 def _feature_rows(names: Sequence[str], sample: Mapping[str, Tensor]) -> str:

@@ -1,0 +1,99 @@
+"""Tensors that a unit of `fsdp` makes and does not return, as in `self.carry = self.up(x)`, which
+another module takes. FSDP2 gathers a unit's weights again when backward comes to what the unit
+returned: what it made after that comes before, and would meet weights that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from weft._torch.tensors import fake_mode
+from weft._torch.trees import tree_leaves
+from weft.core import Step, UnsupportedModel
+from weft.nn import module_calls
+
+from .plan_request import PlanRequest
+from .without_elements import copy_without_elements, without_elements
+
+
+def check_carried_tensors(request: PlanRequest, steps: Iterable[Step]) -> None:
+    """Refuse a unit whose weights backward would need before FSDP2 has gathered them.
+
+    Raises:
+        UnsupportedModel: something else takes what it made after what it returns.
+    """
+    units = [s.module for s in steps if s.gather is not None and s.module]
+    if request.sample is None or not units:
+        return
+    mode = fake_mode()
+    model = copy_without_elements(request.model, mode)
+    for p in model.parameters():
+        p.requires_grad_(p.is_floating_point() or p.is_complex())
+    carried = _Carried(model, units)
+    try:
+        with (
+            module_calls(model) as carried.inside,
+            without_elements(mode),
+            torch.enable_grad(),
+            carried,
+        ):
+            carried.take(tree_leaves(model(**request.arguments()), Tensor))
+    except Exception:  # the rest of it is not seen
+        pass
+    for unit, reader in carried.found.items():
+        raise UnsupportedModel(
+            "layout",
+            str(request.layout),
+            f"{unit} makes a tensor after what it returns, and {reader} takes it: in backward it"
+            f" comes before the weights of {unit} are gathered",
+            "return that tensor too, or make it before what is returned; or leave fsdp out of the"
+            " layout",
+        )
+
+
+class _Carried(TorchFunctionMode):
+    """What is taken outside of the unit that has made it, and comes first in backward."""
+
+    def __init__(self, model: nn.Module, units: Iterable[str]):
+        super().__init__()
+        self.inside: list[str] = []
+        self.found: dict[str, str] = {}
+        self._model, self._units = model, frozenset(units)
+        self._made: dict[int, tuple[Tensor, str]] = {}  # by id, which lives as long as the tensor
+        self._returned: dict[str, int] = {}  # by unit that has ended, where backward comes to it
+        for name in self._units:
+            model.get_submodule(name).register_forward_hook(partial(self._end, name))
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        self.take(tree_leaves((args, kwargs or {}), Tensor))
+        made = func(*args, **(kwargs or {}))
+        unit = next((name for name in reversed(self.inside) if name in self._units), None)
+        if unit is not None:
+            for tensor in tree_leaves(made, Tensor):
+                self._made.setdefault(id(tensor), (tensor, unit))
+        return made
+
+    def take(self, tensors: Iterable[Tensor]) -> None:
+        """These are taken by the innermost module that runs, or by the loss."""
+        for tensor in tensors:
+            _, unit = self._made.get(id(tensor), (None, None))
+            if unit is None or unit in self.inside or unit not in self._returned:
+                continue
+            if _turn(tensor) > self._returned[unit]:
+                reader = self.inside[-1] if self.inside else "the loss"
+                self.found.setdefault(unit, reader or type(self._model).__name__)
+
+    def _end(self, unit: str, module: nn.Module, args: Any, output: Any) -> None:
+        self._returned[unit] = max(map(_turn, tree_leaves(output, Tensor)), default=-1)
+
+
+def _turn(tensor: Tensor) -> int:
+    """Backward takes the highest first; -1: it does not come here."""
+    return tensor.grad_fn._sequence_nr() if tensor.grad_fn is not None else -1
