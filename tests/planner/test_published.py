@@ -328,7 +328,7 @@ def test_what_software_does_op_by_op(rows: Any) -> None:
 def test_internevo_is_one_software_at_each_level_of_zero(rows: Any, level: str) -> None:
     row = text({**GPT, "dtype": "bf16", "framework": "InternEvo", "zero_stage": level})
     found = rows.case(row).setting
-    assert (found.era, found.practice.step_bytes, found.practice.overlaps) == ("megatron", 12, True)
+    assert (found.era, found.practice.step_bytes, found.practice.overlaps) == ("megatron", 14, True)
 
 
 def test_links_of_a_row(rows: Any) -> None:
