@@ -75,9 +75,14 @@ def counts(cells: Iterable[Cell]) -> str:
         lines.append(f"| `{layout}` | {total} | {share} | {here['refused']} |")
     refused = [c.why for c in cells if c.layout == "cp2" and c.state == "refused"]
     images = sum("samples have no sequence" in why for why in refused)
-    losses = sum("not known to be a sum over positions" in why for why in refused)
-    told = f"Of the {len(refused)} that `cp2` refuses, {images} have no sequence (images), and"
-    told += f" {losses} a loss that is not marked as a sum over positions."
+    samples = sum("whole samples" in why for why in refused)
+    unmarked = sum("not known to be a sum over positions" in why for why in refused)
+    told = (
+        f"Of the {len(refused)} that `cp2` refuses, {images} have no sequence (images), {samples} a"
+    )
+    told += (
+        f" loss of whole samples, and {unmarked} one that is not marked as a sum over positions."
+    )
     return "\n".join([*lines, "", *textwrap.wrap(told, 100)])
 
 
