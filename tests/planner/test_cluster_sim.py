@@ -899,6 +899,9 @@ def test_a_schedule_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         for name in ("gpipe", "tests.staged:own_gpipe")
     ]
     assert [each.pop("pipeline")["schedule"] for each in found] == ["gpipe", "own"]
+    estimates = ("estimate_s", "step_s_low", "step_s_high")  # of parts in another order
+    one, own = ([each.pop(name) for name in estimates] for each in found)
+    assert one == pytest.approx(own, rel=1e-9)
     assert found[0] == found[1]
     other = simulate_cli(
         tmp_path, "--layout", "dp8.pp4", "--set", "pipeline.schedule=tests.staged:none"
