@@ -92,7 +92,7 @@ MUTANTS: dict[str, tuple[tuple[str, str, str, str], str]] = {
     ),
     "a checkpoint without the servers' state": (
         (REPLICAS, "AsyncServerReplicas.gather", "dict(state)", "{}"),
-        "resumed",
+        "20 steps",
     ),
     "steps that begin anew on resuming": (
         (REPLICAS, "AsyncServerReplicas.connect", "int(steps)", "0 * int(steps)"),
