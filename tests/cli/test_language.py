@@ -11,29 +11,14 @@ import pytest
 import typer
 
 from tests.commands import Command
+from tests.run_files import TINY
 from weft.cli.app import app
 from weft.core import translate
 from weft.launch.watchdog import RankLocation, hang_report
 
 ENGLISH = re.compile(r"[A-Za-z]+ [a-z]+ [a-z]+")
 WORSE = ["--slow", "1.5", "--mtbf", "1000", "--checkpoint", "20", "--scale", "weak", "--to", "16"]
-RUN = """
-[model]
-build = "weft.models:decoder"
-dim = 32
-heads = 4
-layers = 2
-seq_len = 16
-[data]
-build = "weft.data:stdlib"
-seq_len = 16
-max_bytes = 100000
-[train]
-batch = 32
-steps = 4
-[optimizer]
-lr = 1e-3
-"""
+RUN = TINY.replace("layers = 1", "layers = 2")  # a block for each stage
 
 
 def said(tmp_path: Path, *words: str) -> tuple[str, int]:
