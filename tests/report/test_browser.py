@@ -105,6 +105,7 @@ def test_nothing_is_wider_than_a_phone(pages: dict[str, Path], tmp_path: Path, n
 def test_the_keyboard_reaches_everything(pages: dict[str, Path], tmp_path: Path) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys
+    from selenium.webdriver.support.wait import WebDriverWait
 
     with browser(tmp_path) as driver:
         opened(driver, pages["one"])
@@ -127,6 +128,8 @@ def test_the_keyboard_reaches_everything(pages: dict[str, Path], tmp_path: Path)
         details = driver.find_element("css selector", "#loss summary")
         driver.execute_script("arguments[0].focus()", details)
         ActionChains(driver).send_keys(Keys.ENTER).perform()
+        filled = WebDriverWait(driver, 20)  # when the browser says that it has opened
+        filled.until(lambda d: d.find_elements("css selector", "#loss details table"))
         table = driver.find_element("css selector", "#loss details table").text
         assert "3.5" in table and "1.125" in table
 
