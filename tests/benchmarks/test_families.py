@@ -26,5 +26,5 @@ def test_counts() -> None:
     ]
     counts = family_cells.counts(found)
     assert "| `cp2` | 3 | 2 (67%) | 1 |" in counts
-    assert "Of the 1 that `cp2` refuses, 1 have no sequence (images), and 0 a" in counts
+    assert "Of the 1 that `cp2` refuses, 1 have no sequence (images), 0 a" in counts
     assert "| `cp2` | 3 | 2 | 0 | 1 | 0 | 0 | 1 |" in family_cells.tables(found)

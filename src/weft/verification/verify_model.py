@@ -186,8 +186,8 @@ def verify(
         batch: one global batch; dim 0 counts the plan's samples. Every step uses it.
         loss: (output, batch) -> (sum, weight).
         optimizer: list of (name, parameter) -> torch.optim.Optimizer. Default: AdamW. Below float64
-            it is SGD, and no other may be given: one that divides by the size of a gradient makes
-            whole steps of its rounding.
+            it is SGD, or one of yours that is torch.optim.SGD: another, which divides by the size
+            of a gradient, makes whole steps of its rounding.
         inputs: batch entries that the model is called with. Default: those that its forward names.
         clip: largest global gradient norm. Default: no clipping.
         steps: optimizer steps to compare.
@@ -202,8 +202,8 @@ def verify(
         A VerifyReport: `.passed`, `.text()`, `.json()`.
 
     Raises:
-        ConfigError: A precision in which layouts are not verified, or an optimizer beside one below
-            float64.
+        ConfigError: A precision in which layouts are not verified, or another optimizer than SGD
+            below float64.
 
     Example:
         report = weft.verify(build_model, "dp2.tp2", batch, loss=weft.losses.next_token)
@@ -223,9 +223,11 @@ def verify(
         )
     check_precision(precision, plan.float8 is not None)
     if optimizer is not None and precision != "fp64":
-        made = str(getattr(optimizer, "__name__", optimizer))
-        problem = f"in {precision} layouts are verified with SGD, which makes no more of a rounding"
-        raise ConfigError("optimizer", made, problem, 'leave it out, or use precision = "fp64"')
+        made = optimizer(list(_build_seeded(build_model, seed).named_parameters()))
+        if not isinstance(made, torch.optim.SGD):
+            problem = f"in {precision} layouts are verified with SGD, which keeps a rounding small"
+            fix = 'give torch.optim.SGD or leave it out, or use precision = "fp64"'
+            raise ConfigError("optimizer", type(made).__name__, problem, fix)
     adam, sgd = partial(torch.optim.AdamW, lr=1e-3), partial(torch.optim.SGD, lr=SGD_LR)
     default = adam if precision == "fp64" else sgd
     case = Case(
