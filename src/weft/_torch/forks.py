@@ -4,6 +4,7 @@ a private name."""
 from __future__ import annotations
 
 import os
+from functools import cache
 
 import torch
 
@@ -15,6 +16,16 @@ def cuda_survives_fork() -> bool:
     if child == 0:
         os._exit(int(torch.cuda._is_in_bad_fork()))
     return os.waitpid(child, 0)[1] == 0
+
+
+@cache
+def start_autograd_without_gpus() -> None:
+    """Where no GPU is visible, let autograd find that out. It looks once, in the first backward of
+    a process; a FakeTensorMode puts a stand-in for a GPU into a CUDA build of torch, for which that
+    backward would start a thread, and no process that is forked later could run one."""
+    if not torch.cuda.device_count():
+        with torch.enable_grad():
+            torch.ones((), requires_grad=True).backward()
 
 
 def autograd_survives_fork() -> bool:

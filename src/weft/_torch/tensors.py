@@ -23,6 +23,8 @@ from torch._subclasses.fake_tensor import (
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.utils._mode_utils import no_dispatch
 
+from .forks import start_autograd_without_gpus
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -35,6 +37,7 @@ def fake_mode() -> FakeTensorMode:
 
     FakeTensorMode has no public name; tensors on the meta device lose their device.
     """
+    start_autograd_without_gpus()
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 

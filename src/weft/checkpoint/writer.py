@@ -43,18 +43,19 @@ BLOCK_BYTES = 1 << 22  # written or read, and summed, at once
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the `last` ones, and each whose step is a multiple of `every` (0:
-    none of these)."""
+    """Which checkpoints stay: the `last` ones, each whose step is a multiple of `every` (0: none of
+    these), and those of `steps`."""
 
     last: int = 1
     every: int = 0
+    steps: tuple[int, ...] = ()
 
     def steps_to_delete(self, steps: Sequence[int]) -> list[int]:
         """Those of these steps, given in ascending order, whose checkpoints do not stay."""
         return [
             step
             for step in steps[: max(0, len(steps) - self.last)]
-            if not (self.every and step % self.every == 0)
+            if not (self.every and step % self.every == 0) and step not in self.steps
         ]
 
 

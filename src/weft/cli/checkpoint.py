@@ -23,7 +23,14 @@ commands = typer.Typer(
 RunFolder = Annotated[
     Path, typer.Argument(metavar="RUN_DIR", help="A run folder.", show_default=False)
 ]
-AtStep = Annotated[int | None, typer.Option(help="The step. Default: the latest one.")]
+AtStep = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N|best",
+        help="The step; best: that of the lowest validation loss (checkpoint.keep_best). Default:"
+        " the latest one.",
+    ),
+]
 
 
 @commands.command(cls=Command)
@@ -37,7 +44,7 @@ def show(
     with exit_codes():
         from weft.checkpoint import describe_checkpoint, listing_text
 
-        found = describe_checkpoint(folder, step)
+        found = describe_checkpoint(folder, _number(folder, step))
         typer.echo(json.dumps(found)) if as_json else say(listing_text(found, tensors))
 
 
@@ -65,11 +72,22 @@ def export(
 
         if dtype is not None and dtype not in DTYPES:
             raise ConfigError("--dtype", dtype, "is no dtype", nearest(dtype, DTYPES))
-        found = export_weights(folder, to, step, dtype, merge=merge, averaged=ema)
+        found = export_weights(folder, to, _number(folder, step), dtype, merge=merge, averaged=ema)
         say(
             f"step {found.step}: {found.tensors} tensors, {found.nbytes:,} B, in {found.files}"
             f" files -> {to}"
         )
+
+
+def _number(folder: Path, step: str | None) -> int | None:
+    """The number that `--step` gives."""
+    if step is None or step.isdecimal():
+        return None if step is None else int(step)
+    if step != "best":
+        raise ConfigError("--step", step, "is no step", "write a number, or best")
+    from weft.train import best_step
+
+    return best_step(folder)
 
 
 @commands.command("import", cls=Command)

@@ -8,7 +8,7 @@
     [lr_schedule]  build = "package.module:callable", and its own arguments
     [optimizer]    name | build, no_decay, groups ..., and that optimizer's own arguments
     [precision]    compute = "fp32"
-    [checkpoint]   every, keep, keep_every, restarts
+    [checkpoint]   every, keep, keep_every, keep_best, restarts
     [pipeline]     schedule = "1f1b", cut = "parameters", and that schedule's own arguments
     [sync]         name = "allreduce", codec = "identity", and that synchroniser's own arguments
     [roles]        "blocks.*.up" = "column"
@@ -312,6 +312,13 @@ class CheckpointConfig(TomlTable):
         default=0,
         ge=0,
         description="also keep checkpoints whose step is a multiple of this; 0: none",
+    )
+    keep_best: bool = Field(
+        default=False,
+        description=(
+            "after a validation whose loss is the lowest so far, save a checkpoint, and keep it"
+            " until a lower one (docs/checkpoints.md)"
+        ),
     )
 
 

@@ -136,7 +136,7 @@ def _start_method(function: Callable[..., Any], backend: Backend) -> StartMethod
     used = (
         torch.cuda.is_initialized()
         or (backend == "nccl" and not cuda_survives_fork())
-        or (torch.cuda.device_count() > 0 and not autograd_survives_fork())
+        or not autograd_survives_fork()
     )
     if sys.platform == "linux" and not used:
         return "fork"

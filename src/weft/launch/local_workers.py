@@ -8,8 +8,9 @@ Ranks meet through a file, so no port is guessed. If a rank fails, the parent en
 raises the error of the one that failed first. Ranks end if the parent dies.
 
 On Linux ranks are forked: they start in milliseconds and inherit what the parent has imported. CUDA
-does not survive a fork, so ranks that use it are spawned, as are those on other systems; their
-function and arguments are pickled. `start` chooses otherwise.
+does not survive a fork, so ranks that use it are spawned, as are those on other systems, and where
+a backward of the parent has started threads for GPUs; their function and arguments are pickled.
+`start` chooses otherwise.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from typing import Any, Literal, Self
 import torch
 import torch.distributed as dist
 
+from weft._torch.forks import autograd_survives_fork
 from weft.core import TIMEOUT_S, WorkerDied
 
 from .choose_backend import Backend
@@ -283,7 +285,8 @@ def leave_world(store: dist.Store, rank: int, size: int, stopped: bool = False) 
 def _context(backend: Backend, start: StartMethod | None = None) -> BaseContext:
     if start is not None:
         return multiprocessing.get_context(start)
-    if sys.platform == "linux" and backend == "gloo" and not torch.cuda.is_initialized():
+    forks = sys.platform == "linux" and backend == "gloo" and not torch.cuda.is_initialized()
+    if forks and autograd_survives_fork():
         return multiprocessing.get_context("fork")
     return multiprocessing.get_context("spawn")
 

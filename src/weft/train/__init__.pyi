@@ -1,3 +1,4 @@
+from .best_checkpoint import best_step as best_step
 from .blend import Blend as Blend
 from .build import (
     build_callbacks as build_callbacks,

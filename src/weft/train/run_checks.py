@@ -230,6 +230,8 @@ def plan_without_weights(
         made = build_plan(run, build_model(run, dtype=planned_dtype(run)), sample)
     if run.train.rollback is not None:
         _check_rollback(run, made)
+    if run.checkpoint.keep_best:
+        _check_best(run, made)
     for field, value in (("train.clip", run.train.clip), ("train.skip", run.train.skip)):
         if value is not None and made.schedule.versions:
             problem = (
@@ -273,6 +275,16 @@ def _check_rollback(run: RunConfig, made: Plan) -> None:
         problem = f"replicas under {run.sync.name} are at different steps, and none goes back alone"
     if problem:
         raise ConfigError("train.rollback", run.train.rollback, problem, fix)
+
+
+def _check_best(run: RunConfig, made: Plan) -> None:
+    problem, fix = "", "leave it out"
+    if not run.train.eval_every:
+        problem, fix = "there is no validation", "set train.eval_every, as 100"
+    elif made.replicas_step_independently:
+        problem = f"replicas under {run.sync.name} are at different steps, and save each its own"
+    if problem:
+        raise ConfigError("checkpoint.keep_best", True, problem, fix)
 
 
 def check_sizes(model: nn.Module, held: data.Dataset | Stream, plans: Sequence[Plan]) -> None:

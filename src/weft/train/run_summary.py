@@ -66,6 +66,8 @@ def run_summary(
         rows["loss"] = f"{loop.loss:.4f}"
     if loop.val_loss is not None:
         rows["validation"] = f"{loop.val_loss:.4f}"
+    if loop.best.step is not None:
+        rows["best"] = f"{loop.best.loss:.4f} after step {loop.best.step}, whose checkpoint is kept"
     if loop.skipped:
         counts = loop.skipped.items()
         rows["skipped"] = "; ".join(

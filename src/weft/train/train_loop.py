@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from weft.engine import StepResult, TrainingEngine, WeightAverage
 from weft.launch import Watchdog
 
 from . import build, build_data
+from .best_checkpoint import BestCheckpoint
 from .callbacks import Callbacks
 from .comm_metrics import CommMetrics, RpcMetrics, comm_metrics_of
 from .expert_metrics import ExpertMetrics
@@ -97,6 +99,7 @@ class TrainLoop:
     traffic: CommMetrics | RpcMetrics = field(init=False)
     gates: ExpertMetrics = field(init=False)
     own: RankTimes = field(init=False)
+    best: BestCheckpoint = field(init=False)
     gpu: GpuUse = field(init=False)
     clock: StepTimer = field(default_factory=StepTimer)
     reading: WaitTimer = field(default_factory=WaitTimer)
@@ -110,6 +113,7 @@ class TrainLoop:
         self.own = RankTimes(self.run, self.engine, self.callbacks)
         self.gpu = GpuUse(self.engine.mesh.device)
         self.spikes = OutlierFilter(self.run.train.rollback)
+        self.best = BestCheckpoint(self.run.checkpoint.keep_best)
 
     def __call__(self, interrupt: StopRequest) -> bool:
         """Take all steps that are left; whether it was interrupted before the last."""
@@ -173,7 +177,7 @@ class TrainLoop:
                     fit = self.engine.gather(last=stop or last)
                 self.callbacks.step_end(result, line)
                 if evaluate:
-                    self._evaluate(step)
+                    keep |= self.best.improves(step, self._evaluate(step))
                 ends = (log or keep or self._validated(step)) and self.callbacks.ends()
                 if ends and not (stop or last):
                     keep, fit = True, self.engine.gather(last=True)
@@ -256,6 +260,7 @@ class TrainLoop:
         scalars = fill_engine(self.average or self.engine, folder, kept)
         self.passed += step - kept
         self.spikes.restore(loop_state(scalars)[1])
+        self.best.restore(scalars)
         if self.metrics is not None:
             self.metrics.back_to(kept)
         self.callbacks.rolled_back(kept)
@@ -311,7 +316,8 @@ class TrainLoop:
         self.events.writes = self.metrics is not None and self.engine.replicas.leads
         self.events.add(event, step, text)
 
-    def _evaluate(self, step: int) -> None:
+    def _evaluate(self, step: int) -> float:
+        """Validate, and return the validation loss."""
         assert self.validation is not None
         line = self.validation(step)
         self.val_loss = line["val_loss"]
@@ -328,6 +334,7 @@ class TrainLoop:
             + "".join(others)
         )
         self.callbacks.validation_end(line)
+        return self.val_loss
 
     def _save(self, step: int, wait: bool) -> None:
         """A checkpoint, written beside the next steps unless one is to `wait` for it; never of
@@ -336,13 +343,6 @@ class TrainLoop:
             return  # the first replica has all that servers have
         leads = bool(highest_over_ranks(int(self.engine.replicas.leads)))  # rank 0 knows it best
         names, c = self.engine.params.keys(), self.run.checkpoint
-
-        def useless(pieces: Sequence[LocalShard]) -> str | None:
-            weights = (p.tensor for p in pieces if p.name in names and not p.tensor.is_meta)
-            if all(bool(weight.isfinite().all()) for weight in weights):
-                return None
-            return f"a weight after step {step} is not finite. {_advice(self.run)}"
-
         with _of_this_replica(self.engine.replicas.independent), self.watchdog.rare():
             self.saver.save(
                 checkpoint_folder(self.run, None if leads else self.engine.replicas.index),
@@ -354,11 +354,12 @@ class TrainLoop:
                     OPTIMIZER: optimizer_name(self.run),
                     LEFT_OUT: self.passed,
                     LOSSES: [*self.spikes.recent],
+                    **self.best.scalars(),
                     **({} if (position := self.loader.position()) is None else {DATA: position}),
                 },
                 describe_origin(self.engine.global_plan),
-                Retention(c.keep, c.keep_every),
-                useless,
+                Retention(c.keep, c.keep_every, self.best.steps()),
+                partial(_why_useless, self.run, step, names),
             )
             if wait:
                 self.saver.wait()
@@ -387,6 +388,16 @@ def _of_this_replica(independent: bool) -> Iterator[None]:
         if not independent:
             raise
         raise WeftError(str(error)) from error
+
+
+def _why_useless(
+    run: RunConfig, step: int, names: Collection[str], pieces: Sequence[LocalShard]
+) -> str | None:
+    """Why shards of a checkpoint, with weights of these names, are not to be saved."""
+    weights = (p.tensor for p in pieces if p.name in names and not p.tensor.is_meta)
+    if all(bool(weight.isfinite().all()) for weight in weights):
+        return None
+    return f"a weight after step {step} is not finite. {_advice(run)}"
 
 
 def _advice(run: RunConfig) -> str:

@@ -231,6 +231,7 @@ def _train(
             passed=left_out,
         )
         loop.spikes.restore(losses)
+        loop.best.restore(scalars)
         if isinstance(engine, Remote):
             engine.heard = partial(
                 watchdog.beat, "a call"

@@ -94,9 +94,9 @@ def checkpoint_room(
 ) -> Finding:
     """For how many of the run's checkpoints there is room."""
     size = checkpoint_size(run)
-    kept = (
-        run.checkpoint.keep + 1 if run.checkpoint.every else 0
-    )  # the next is written before the oldest goes
+    saves = run.checkpoint.every or run.checkpoint.keep_best
+    # the next is written before the oldest goes
+    kept = run.checkpoint.keep + 1 + run.checkpoint.keep_best if saves else 0
     if run.checkpoint.every and run.checkpoint.keep_every:
         kept += run.train.steps // run.checkpoint.keep_every
     return judge_room(
