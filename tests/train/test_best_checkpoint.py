@@ -90,7 +90,7 @@ def test_commands_take_it(whole: RunConfig) -> None:
     assert shown.exit_code == 0
     assert shown.output.split()[:3] == ["step", str(best_of(whole)), "(here:"]
     wrong = CliRunner().invoke(app, ["checkpoint", "show", whole.output, "--step", "lowest"])
-    assert wrong.exit_code == 2 and "write a number, or best" in wrong.output
+    assert wrong.exit_code == 2 and "Write a number, or best" in wrong.output
 
 
 @pytest.mark.parametrize(
