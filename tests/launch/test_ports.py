@@ -47,15 +47,16 @@ def listening(pids: list[int]) -> set[Address]:
                 with suppress(OSError):
                     inodes |= set(re.findall(r"^socket:\[(\d+)\]$", os.readlink(link)))
     found = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] == "0A" and words[9] in inodes:
-                number, port = words[1].split(":")
-                raw = bytes.fromhex(number)
-                packed = b"".join(raw[i : i + 4][::-1] for i in range(0, len(raw), 4))
-                family = socket.AF_INET if len(packed) == 4 else socket.AF_INET6
-                found.add((socket.inet_ntop(family, packed), int(port, 16)))
+    for table in {f"/proc/{pid}/net/{name}" for pid in pids for name in ("tcp", "tcp6")}:
+        with suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                words = line.split()
+                if words[3] == "0A" and words[9] in inodes:
+                    number, port = words[1].split(":")
+                    raw = bytes.fromhex(number)
+                    packed = b"".join(raw[i : i + 4][::-1] for i in range(0, len(raw), 4))
+                    family = socket.AF_INET if len(packed) == 4 else socket.AF_INET6
+                    found.add((socket.inet_ntop(family, packed), int(port, 16)))
     return found
 
 
@@ -323,8 +324,8 @@ def test_a_token_is_needed_where_others_come(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.slow
 def test_a_run_of_several_hosts_is_attacked(tmp_path: Path) -> None:
-    """On the ports of its stores; it ends with the numbers of a run left alone. gloo's own are not
-    attacked: it waits for a rank whose connection a stranger has taken."""
+    """On the ports of its stores, by its own host; it ends with the numbers of a run left alone.
+    gloo's own are attacked from elsewhere: tests/launch/test_strangers.py."""
     with begun(tmp_path / "alone", "dp2") as process:
         assert process.wait(120) == 0, process.said()
     found: set[Address] = set()

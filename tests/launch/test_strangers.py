@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -22,9 +22,10 @@ from tests.launch.test_ports import TOKEN, family, listening, outside
 from tests.train.test_failures import STEPS, begun, steps_of, weights
 from weft.launch import gate
 
-# the two ends of a cable: processes that run these tests at the same time have one each
-HERE, THERE = (f"10.213.{os.getpid() // 64 % 256}.{os.getpid() % 64 * 4 + end}" for end in (1, 2))
-NAME = f"weft-{os.getpid()}"
+# hosts of one network: processes that run these tests at the same time have one each
+NETWORK = f"10.213.{os.getpid() // 32 % 256}."
+HERE, THERE, OTHER = (f"{NETWORK}{os.getpid() % 32 * 8 + host}" for host in (1, 2, 3))
+NAME = f"weft-{os.getpid()}"  # the namespace of the stranger; that of the other host has -host
 
 
 def _has_namespaces() -> bool:
@@ -46,7 +47,7 @@ pytestmark = [
 
 
 class Stranger:
-    """A process in a namespace of its own, at the other end of a cable."""
+    """A process in a namespace of its own, on the network of the hosts."""
 
     def __init__(self) -> None:
         self.reached: set[Address] = set()
@@ -64,9 +65,9 @@ class Stranger:
         )
 
     def tries(self, found: set[Address]) -> set[Address]:
-        """All of these, by the address at which they listen and by that of this end of the cable.
-        Those that took a connection."""
-        asked = sorted({(HERE, port) for _, port in found} | outside(found))
+        """All of these, by the address at which they listen and by those of the hosts. Those that
+        took a connection."""
+        asked = sorted({(at, port) for _, port in found for at in (HERE, OTHER)} | outside(found))
         asked = [(HERE if host in ("0.0.0.0", "::") else host, port) for host, port in asked]
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(json.dumps(asked) + "\n")
@@ -85,28 +86,40 @@ def stranger(someone: Stranger) -> Stranger:
 
 @pytest.fixture(scope="module")
 def someone() -> Iterator[Stranger]:
-    cable, other = f"weft{os.getpid() % 10**6}", f"far{os.getpid() % 10**6}"
-    inside = ["ip", "netns", "exec", NAME]
-    for command in (
-        ["ip", "netns", "add", NAME],
-        ["ip", "link", "add", cable, "type", "veth", "peer", "name", other, "netns", NAME],
-        ["ip", "addr", "add", f"{HERE}/30", "dev", cable],
-        ["ip", "link", "set", cable, "up"],
-        [*inside, "ip", "addr", "add", f"{THERE}/30", "dev", other],
-        [*inside, "ip", "link", "set", other, "up"],
-        [*inside, "ip", "route", "add", "default", "via", HERE],
-    ):
-        subprocess.run(command, check=True)
-    found = Stranger()
+    number = os.getpid() % 10**6
+    bridge = f"weft{number}"
+    commands = [
+        ["ip", "link", "add", bridge, "type", "bridge"],
+        ["ip", "addr", "add", f"{HERE}/29", "dev", bridge],
+        ["ip", "link", "set", bridge, "up"],
+    ]
+    for namespace, address in ((NAME, THERE), (f"{NAME}-host", OTHER)):
+        cable, far, inside = f"w{address[-1]}c{number}", "far0", ["ip", "-n", namespace]
+        commands += [
+            ["ip", "netns", "add", namespace],
+            ["ip", "link", "add", cable, "type", "veth", "peer", "name", far, "netns", namespace],
+            ["ip", "link", "set", cable, "master", bridge, "up"],
+            [*inside, "addr", "add", f"{address}/29", "dev", far],
+            [*inside, "link", "set", far, "up"],
+            [*inside, "link", "set", "lo", "up"],
+            [*inside, "route", "add", "default", "via", HERE],
+        ]
     try:
-        with socket.create_server((HERE, 0)) as open_to_all:  # that he reaches what there is
-            address = open_to_all.getsockname()[:2]
-            assert found.tries({address}) == {address}
-        yield found
+        for command in commands:
+            subprocess.run(command, check=True)
+        found = Stranger()
+        try:
+            with socket.create_server((HERE, 0)) as open_to_all:  # that he reaches what there is
+                address = open_to_all.getsockname()[:2]
+                assert found.tries({address}) == {address}
+            yield found
+        finally:
+            found.process.kill()
+            found.process.wait()
     finally:
-        found.process.kill()
-        found.process.wait()
-        subprocess.run(["ip", "netns", "del", NAME], check=True)  # and the cable with it
+        for namespace in (NAME, f"{NAME}-host"):  # and its cable with it
+            subprocess.run(["ip", "netns", "del", namespace], check=False)
+        subprocess.run(["ip", "link", "del", bridge], check=False)
 
 
 LOCAL = ("sync.name=local_sgd", "sync.period=4")
@@ -156,33 +169,55 @@ def test_a_run_of_one_host(tmp_path: Path, stranger: Stranger, kind: str) -> Non
         assert _same(tmp_path / "run", left_alone(tmp_path / "alone", axes, settings))
 
 
-@pytest.mark.parametrize("open_ports", [False, True])
+@contextmanager
+def elsewhere(log: Path, *arguments: str) -> Iterator[subprocess.Popen]:
+    """`weft ...` on the other host."""
+    command = ["ip", "netns", "exec", f"{NAME}-host", sys.executable, "-m", "weft", *arguments]
+    environment = {**os.environ, "PYTHONPATH": PATH}
+    with (
+        log.open("w") as out,
+        subprocess.Popen(command, stdout=out, stderr=out, env=environment) as it,
+    ):
+        try:
+            yield it
+        finally:
+            it.kill()
+
+
+@pytest.mark.parametrize("hosts", ["at the loopback", "at one address", "at two addresses"])
 def test_agents(
-    tmp_path: Path, stranger: Stranger, monkeypatch: pytest.MonkeyPatch, open_ports: bool
+    tmp_path: Path, stranger: Stranger, monkeypatch: pytest.MonkeyPatch, hosts: str
 ) -> None:
-    """Two hosts, which meet at the loopback, or where the stranger gets to their gates. gloo's own
-    ports are not tried there: it waits for a rank whose connection a stranger has taken."""
+    """Two of them, which meet at the loopback, or where the stranger gets to their gates: nothing
+    else takes a connection, and those of gloo are open to the hosts of the run alone."""
     monkeypatch.setenv(gate.TOKEN, TOKEN)
+    open_ports = hosts != "at the loopback"
     at = HERE if open_ports else gate.LOOPBACK
     with socket.create_server((at, 0)) as probe:
         port = probe.getsockname()[1]
     meeting = ("--nodes", "2", "--rdzv", f"{at}:{port}")
     run, out = tmp_path / "run" / "run.toml", tmp_path / "run" / "out"
     again = ("--layout", "dp2", "--set", "checkpoint.every=2", "--set", "checkpoint.restarts=9")
-    with begun(tmp_path / "run", "dp2", *meeting) as first:
-        second = Command(
-            tmp_path / "log", "train", str(run), "--output", str(out), *again, *meeting
-        )
-        hosts = (first, second)
-        while None in [host.poll() for host in hosts]:
-            of = [host.pid for host in hosts]
-            found = listening(of if open_ports else [pid for one in of for pid in family(one)])
+    command = ("train", str(run), "--output", str(out), *again, *meeting)
+    with begun(tmp_path / "run", "dp2", *meeting) as first, ExitStack() as after:
+        log = tmp_path / "log"
+        second: Command | subprocess.Popen
+        if hosts == "at two addresses":
+            second = after.enter_context(elsewhere(log, *command))
+        else:
+            second = Command(log, *command)
+        gates: set[Address] = set()
+        while None in [host.poll() for host in (first, second)]:
+            found = listening([*family(first.pid), *family(second.pid)])
+            gates |= outside(listening([first.pid, second.pid]))
             stranger.tries(found)
+            assert stranger.reached <= gates, stranger.reached - gates
             time.sleep(0.02)
-        said = first.said() + second.said()
-        assert [host.wait(60) for host in hosts] == [0, 0], said
-    assert bool(stranger.reached) == open_ports, stranger.reached
-    assert len(stranger.tried) > 1
+        said = first.said() + log.read_text()
+        assert [host.wait(60) for host in (first, second)] == [0, 0], said
+    assert bool(stranger.reached) == open_ports
+    assert len(outside(stranger.tried) - gates) > 2  # of gloo
+    assert "reaches gloo's ports" not in said
     assert steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
     assert "anew" not in said
     assert _same(tmp_path / "run", left_alone(tmp_path / "alone", "dp2", ()))

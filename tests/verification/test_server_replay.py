@@ -14,6 +14,7 @@ from tests.mutants import Mutant, mutated
 from weft import sync
 from weft.core.errors import ConfigError
 from weft.launch.local_workers import Pool
+from weft.optimizers import make_optimizer
 from weft.verification.case import Case
 from weft.verification.layout_result import LayoutResult
 from weft.verification.plain.servers import order_faults, order_in_turns
@@ -58,6 +59,18 @@ def test_equals_its_definition(pool: Pool, layout: str, name: str, options: dict
     assert result.passed, result
     assert result.steps == 8
     assert max(result.loss_rel_err, result.grad_rel_err, result.param_rel_err) < 1e-9, result
+
+
+# those that keep numbers which their rounding shows in, or state from the start
+OPTIMIZERS: list[tuple[str, Any]] = [("nadam", 2), ("asgd", 2), ("adagrad", 2), ("adagrad", 0)]
+
+
+@pytest.mark.grid(2)
+@pytest.mark.parametrize(("optimizer", "staleness"), OPTIMIZERS)
+def test_what_an_optimizer_keeps_is_no_alarm(optimizer: str, staleness: int) -> None:
+    case = replace(case_of(staleness=staleness), optimizer=make_optimizer(optimizer, lr=1e-2))
+    report = verify_case(case, ["dp2"])
+    assert report.passed, report.text()
 
 
 SERVERS = "weft.engine.replica_sync.async_parameter_server"

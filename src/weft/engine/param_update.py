@@ -71,6 +71,9 @@ class ParamUpdate:
                 self.held |= exchange.held
             self.held = {name: self.held[name] for name in trained if name in self.held}
             self.optimizer = self._made(make, mesh)
+        for name, held in self.held.items():
+            if not updates(name):  # some classes make state at once, such as Adagrad
+                self.optimizer.state.pop(held, None)
 
     def _made(self, make: Optimizers, mesh: Mesh) -> torch.optim.Optimizer:
         # a rank with nothing to update still has an optimizer, of a parameter without gradients

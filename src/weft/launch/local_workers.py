@@ -42,7 +42,7 @@ from weft._torch.forks import autograd_survives_fork
 from weft.core import TIMEOUT_S, WorkerDied
 
 from .choose_backend import Backend
-from .environment import launched_rank, local_world_size
+from .environment import launched_rank, local_world_size, on_one_host
 from .gate import LOOPBACK
 from .rank_process import (
     POLL_S,
@@ -228,15 +228,17 @@ def join_world(
     if found is None:
         raise RuntimeError("neither torchrun nor srun started this process")
     rank, size, local_rank = found
+    store, world = store or rendezvous_store(), world or size
     with enter_rank(
         backend,
         rank,
-        world or size,
+        world,
         local_rank,
         local_world_size(),
         threads,
-        store or rendezvous_store(),
+        store,
         hang_s=hang_s,
+        run=None if on_one_host() else (store, rank, world),
     ):
         yield
 

@@ -27,6 +27,7 @@ from weft.engine import ReplicaGroup
 from .choose_backend import Backend
 from .environment import AGENT, launched_rank, master_address, on_one_host, restart_count
 from .gate import LOOPBACK, run_token
+from .host_filter import admit_hosts
 from .rendezvous import Rendezvous, listen_at
 from .stores import join_hosts_store, join_store, keep_for_hosts, keep_store
 from .watchdog import Watchdog
@@ -211,10 +212,12 @@ def enter_rank(
     store: dist.Store,
     company: ReplicaGroup | None = None,
     hang_s: float | None = None,
+    run: tuple[dist.Store, int, int] | None = None,
 ) -> Iterator[None]:
     """This process is a rank, one of `neighbours` on this host, until all ranks are done: some may
     still be connecting, or need the store of the first. It ends if they do not all connect; within
-    how long follows from `hang_s`, as in `Watchdog`."""
+    how long follows from `hang_s`, as in `Watchdog`. `run`, over several hosts: the store, this
+    rank and the number of ranks of the whole run, of which this world may be a part."""
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world),
@@ -235,6 +238,8 @@ def enter_rank(
         or (int(asked) if asked.isdigit() and int(asked) else max(1, usable_cores() // neighbours))
     )
     with Watchdog(hang_s, (store, rank, world)) as start, start.starting():
+        if run is not None:
+            admit_hosts(*run)
         if backend == "gloo":
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
         else:

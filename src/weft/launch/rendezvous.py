@@ -76,7 +76,7 @@ class Rendezvous:
         """The address by which the other hosts reach this one: that of its way to where they meet.
         Nothing is sent. Raises ConfigError if there is no way."""
         try:
-            found = _way(self.host, self.port) if not self.file else "127.0.0.1"
+            found = source_towards(self.host, self.port) if not self.file else "127.0.0.1"
         except OSError as error:
             problem = f"there is no way to it ({error.strerror or error})"
             raise ConfigError(
@@ -90,7 +90,7 @@ class Rendezvous:
             with suppress(
                 OSError
             ):  # its own name is often a loopback's; without a network that is all there is
-                return _way("192.0.2.1", 9)  # RFC 5737: any host but this one
+                return source_towards("192.0.2.1")  # RFC 5737: any host but this one
         return found
 
     def here(self) -> bool:
@@ -107,8 +107,9 @@ class Rendezvous:
         return True
 
 
-def _way(host: str, port: int) -> str:
-    """The address from which this host would send there."""
+def source_towards(host: str, port: int = 9) -> str:
+    """The address from which this host would send there; nothing is sent. Raises OSError: there is
+    no way."""
     family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(where)
@@ -131,16 +132,22 @@ def interface_of(address: str) -> str | None:
         return "lo0"
     if sys.platform != "linux" or ":" in address:
         return None
+    names = (name for _, name in socket.if_nameindex())
+    return next((name for name in names if address_of(name) == address), None)
+
+
+def address_of(interface: str) -> str | None:
+    """The IPv4 address of this network interface; None where it has none, or that cannot be
+    told."""
+    if sys.platform != "linux":
+        return None
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(
-                    probe, 0x8915, struct.pack("256s", name[:15].encode())
-                )  # SIOCGIFADDR
-            except OSError:  # it has none
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None
+        try:
+            answer = fcntl.ioctl(
+                probe, 0x8915, struct.pack("256s", interface[:15].encode())
+            )  # SIOCGIFADDR
+        except OSError:  # it has none
+            return None
+    return socket.inet_ntoa(answer[20:24])

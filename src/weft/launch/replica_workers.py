@@ -26,7 +26,7 @@ from weft.engine import ReplicaGroup, is_left_out, mark_ended
 
 from . import local_workers
 from .choose_backend import Backend
-from .environment import launched_rank, local_world_size
+from .environment import launched_rank, local_world_size, on_one_host
 from .local_workers import END_S, WorkerProcess, WorldWatch, end_workers, pass_on_stop
 from .log import log_line
 from .rank_process import POLL_S, RankTask, WorkerSlot
@@ -185,6 +185,7 @@ def join_replica(
         own,
         ReplicaGroup(store, replica),
         hang_s,
+        None if on_one_host() else (store, rank, sum(map(len, worlds))),
     ):
         yield
     local_workers.leave_world(store, rank, size)

@@ -35,6 +35,7 @@ from . import state_transfer
 from .bucket_exchange import run_reduction
 from .flat_params import FlatParams
 from .membership import START_S, Membership, private_group
+from .optimizer_numbers import NumbersIn
 from .transports import OwnerTransport, start_async
 
 POLL_S = 0.2
@@ -71,7 +72,9 @@ class ParameterServer:
         self._params = [nn.Parameter(view, requires_grad=True) for view in views]
         for p, view in zip(self._params, views, strict=True):
             p.data = view  # the optimizer changes the flat tensor
-        self._optimizer = optimizer(list(zip(part.names, self._params, strict=True)))
+        self._numbers = NumbersIn(torch.promote_types(torch.float32, self._flat.dtype))
+        with self._numbers:
+            self._optimizer = optimizer(list(zip(part.names, self._params, strict=True)))
         for name, p in zip(part.names, self._params, strict=True):
             if name in state:
                 self._optimizer.state[p] = state[name]
@@ -210,24 +213,15 @@ class ParameterServer:
                 self._params, views, told[len(self._params) :], strict=True
             ):
                 p.grad = view if reached else None
-            self._optimizer.step()
+            with self._numbers:
+                self._optimizer.step()
             self._optimizer.zero_grad()
-            self._keep_counts()
             if self._order is not None:
                 self._order.append(("applied", worker))
             behind = max(self._given.get(w, 0) for w in self._clocks) - self._given[worker]
             self._clocks[worker] += 1
             self._release((worker, ticket))
         return behind
-
-    def _keep_counts(self) -> None:
-        """torch makes counts of steps, and the like, in its default dtype, which is the whole
-        process's: the thread that trains may just have another one."""
-        dtype = torch.promote_types(torch.float32, self._flat.dtype)
-        for kept in self._optimizer.state.values():
-            for key, value in kept.items():
-                if torch.is_tensor(value) and value.ndim == 0 and value.is_floating_point():
-                    kept[key] = value.to(dtype)
 
     def _reply(self, worker: int, ticket: str, group: dist.ProcessGroup, behind: int) -> None:
         """Weights, when this worker may have them."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from weft.core import time_once
 
+from ..host_filter import admit_hosts
 from ..rendezvous import interface_of
 from . import allreduce_check
 from .allreduce_check import rate_text
@@ -87,11 +88,14 @@ def _group(circle: HostGroup, backend: str) -> Iterator[None]:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if device is not None:
             os.environ.setdefault(name, device)
+    store, count = dist.PrefixStore(backend, circle.store()), len(circle.members)
+    rank = list(circle.members).index(circle.number)
+    admit_hosts(store, rank, count)
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(backend, circle.store()),
-        rank=list(circle.members).index(circle.number),
-        world_size=len(circle.members),
+        store=store,
+        rank=rank,
+        world_size=count,
         timeout=timedelta(seconds=GROUP_S),
     )
     yield

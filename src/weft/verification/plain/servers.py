@@ -6,10 +6,13 @@ was further ahead than the bound of staleness is a law (Ho et al. 2013)."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from weft.engine import Optimizers
@@ -63,7 +66,10 @@ class PlainServer:
         factor: Callable[[int], float] = lambda n: 1.0,
     ):
         self.params = {name: nn.Parameter(value.clone()) for name, value in begun.weights.items()}
-        self.optimizer = plain_optimizer(optimizer, list(self.params.items()))
+        dtypes = (value.dtype for value in begun.weights.values())
+        self._dtype = reduce(torch.promote_types, dtypes, torch.float32)
+        with _numbers_in(self._dtype):
+            self.optimizer = plain_optimizer(optimizer, list(self.params.items()))
         for name, state in begun.state.items():
             self.optimizer.state[self.params[name]] = copy.deepcopy(state)
         self._rates = [group["lr"] / workers for group in self.optimizer.param_groups]
@@ -90,7 +96,8 @@ class PlainServer:
                 factor = self._factor(self.applied[worker])
                 for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
                     group["lr"] = rate * factor
-                self.optimizer.step()
+                with _numbers_in(self._dtype):
+                    self.optimizer.step()
                 self.applied[worker] += 1
             elif what == "gave":
                 self.given[worker].append(self.now().weights)
@@ -106,6 +113,17 @@ class PlainServer:
         return ServedState(
             weights, copy.deepcopy({name: state for name, state in kept.items() if state})
         )
+
+
+@contextmanager
+def _numbers_in(dtype: torch.dtype) -> Iterator[None]:
+    """What an optimizer makes without asking for a dtype, such as counts of steps."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def order_in_turns(workers: int, steps: int, shows: Callable[[int], bool]) -> list[tuple[str, int]]:
