@@ -25,7 +25,7 @@ BIAS = nn.Embedding(8, 2)
 
 
 class _Calls(TorchFunctionMode):
-    def __init__(self, known: KnownSequences):
+    def __init__(self, known: KnownSequences | CountsBySize):
         super().__init__()
         self.known = known
 
@@ -44,7 +44,8 @@ def known_of(rank: int) -> KnownSequences:
     def no_mask(placeholder: Tensor) -> Tensor:
         raise AssertionError(placeholder)
 
-    return KnownSequences(LENGTH, positions(rank), FollowedShapes(), no_mask)
+    mine = positions(rank)
+    return KnownSequences(LENGTH, mine, FollowedShapes(), no_mask, CountsBySize(mine))
 
 
 def tokens() -> Tensor:
@@ -300,7 +301,61 @@ def test_where_nothing_is_followed_integers_are_counted_by_size() -> None:
 
 
 def test_rules_of_masks_read_the_whole() -> None:
-    entry = padded()
+    entry, told = padded(), []
     part = set_whole(entry[:, positions(1)], entry)
-    with OnWholes():
+    with OnWholes(lambda: told.append(True)):
         assert torch.equal(part[:, LENGTH - 1], entry[:, LENGTH - 1])
+    assert told
+
+
+# ---- whether the next forward has to be followed -------------------------------------------------
+
+
+def each_alone(ids: Tensor) -> Tensor:
+    """As rotary tables, and what hands heads and samples on."""
+    counted = torch.arange(ids.shape[1]).unsqueeze(0) + 1
+    angles = (torch.ones(3, 1) @ counted[:, None, :].float()).transpose(1, 2)
+    table = torch.cat((angles, angles), dim=-1).cos() * 2.0
+    return table.unsqueeze(1)[..., :] * ids.ne(0)[:, None, :, None]
+
+
+def heads_of(ids: Tensor) -> Tensor:
+    x = nn.Embedding(9, 4)(ids).view(*ids.shape, 2, 2).transpose(1, 2)
+    return x.reshape(ids.shape[0], -1, 2) if ids.shape[1] > 1 else x
+
+
+USED = {
+    "a fraction": lambda ids: TABLE.sum() / ids.shape[1],
+    "a Python fraction": lambda ids: torch.tensor(1 / ids.shape[1]),
+    "a limit": lambda ids: ids if ids.shape[1] > LENGTH - 1 else ids * 2,
+    "a number of them all": lambda ids: int(ids.max()),
+    "a look": lambda ids: bool((ids == 3).any()),
+    "values for all": lambda ids: torch.full((2,), ids.shape[1]),
+    "a table": lambda ids: TABLE[: ids.shape[1]],
+    "a cut": lambda ids: ids[:, 2:],
+    "joined positions": lambda ids: torch.cat((ids, ids), 1),
+    "a sum over positions": lambda ids: ids.float() @ torch.ones(ids.shape[1]),
+    "other integers": lambda ids: torch.arange(1, 1 + ids.shape[1]),
+    "what is written": lambda ids: ids.ne(0).int().masked_fill_(ids == 1, 5),
+}
+
+
+@pytest.mark.parametrize("function", [each_alone, heads_of])
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_what_each_position_has_alone_needs_no_following(function: Callable, rank: int) -> None:
+    """What is not followed is the same."""
+    torch.manual_seed(0)
+    found, known = here(rank, padded(), function)
+    assert not known.used
+    torch.manual_seed(0)
+    with _Calls(CountsBySize(positions(rank))):
+        assert torch.equal(function(padded()[:, positions(rank)]), found)
+
+
+@pytest.mark.parametrize("function", [*ROWS, *PAIRS, *USED.values()])
+def test_what_is_of_other_positions_needs_following(function: Callable) -> None:
+    made = {rank: here(rank, padded(), function) for rank in range(RANKS)}
+    for found, known in made.values():
+        if isinstance(found, Tensor):
+            known.rows(found)  # as attention asks
+        assert known.used

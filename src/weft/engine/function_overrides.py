@@ -131,6 +131,8 @@ class FunctionOverrides(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._entered.pop().close()
+        if error[0] is not None and self.sequence is not None:
+            self.sequence.forget()
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -170,8 +172,11 @@ class FunctionOverrides(TorchFunctionMode):
             given = args[0] if args else kwargs["input"]
             whole = known is not None and is_marked(given) and not dims_of_positions(given)
             rows = self.randomness.rows
-            if whole:  # as many of something else as positions here are none of these
+            if whole and rows is not None:
+                # as many of something else as positions here are none of these
                 self.randomness.rows = None
+                if any(size % len(rows) == 0 for size in given.shape):
+                    known.use()
             dropped = self._dropout(func, *args, **kwargs)
             self.randomness.rows = rows
             return dropped if known is None else known.mark(dropped, func, args, kwargs)
@@ -181,10 +186,13 @@ class FunctionOverrides(TorchFunctionMode):
 
     def _followed(self) -> tuple[KnownSequences | None, CountsBySize | None]:
         """What makes this rank's part of positions and tokens; no graph is followed."""
-        if self.sequence is None:
+        sequence = self.sequence
+        if sequence is None:
             return None, None
-        follows = self.sequence.follows and not torch.compiler.is_compiling()
-        return self.sequence.known if follows else None, self.sequence.counts
+        known = sequence.known
+        if known is not None and (not sequence.follows or torch.compiler.is_compiling()):
+            known = None
+        return known, sequence.counts
 
     def _dropout(
         self,

@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .by_position import ARITHMETIC, by_position
+from .counts_by_size import CountsBySize
 from .followed_shapes import FollowedShapes
 from .position_counts import PositionCount, count, whole_number
 from .whole_marks import (
@@ -52,12 +54,6 @@ _READS = {
     *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__),
 }
 _LOOKS_UP = {F.embedding, Tensor.__getitem__, torch.index_select, Tensor.index_select}
-# arithmetic, in which a count is a number and no size
-_ARITHMETIC = {
-    *("add", "sub", "rsub", "mul", "div", "truediv", "rtruediv", "true_divide", "floordiv", "pow"),
-    *("rpow", "floor_divide", "mod", "remainder", "fmod", "clamp", "clamp_min", "clamp_max"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "radd", "rmul", "divide", "multiply", "subtract"),
-}
 _DUNDERS_IN_PLACE = {
     *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__"),
     *("__iand__", "__ior__", "__ixor__", "__ipow__", "__imod__"),
@@ -73,6 +69,11 @@ class KnownSequences:
         mine: those of this rank, int64 [positions here].
         shapes: follows the shapes of activations.
         made: (placeholder of a mask) -> the mask for all positions.
+        counts: what numbers positions where nothing is followed.
+
+    Attributes:
+        used: whether anything was other than it would be if nothing were followed. If not, the
+            next forward of the same shapes need not be followed.
     """
 
     def __init__(
@@ -81,9 +82,14 @@ class KnownSequences:
         mine: Tensor,
         shapes: FollowedShapes,
         made: Callable[[Tensor], Tensor],
+        counts: CountsBySize | None = None,
     ):
         self._length, self._mine, self._here = length, mine, len(mine)
-        self._shapes, self._made = shapes, made
+        self._shapes, self._made, self._counts = shapes, made, counts
+        self.used = False
+
+    def use(self) -> None:
+        self.used = True
 
     def __call__(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """What `func` gives for this rank's positions, known for all where its arguments are."""
@@ -91,12 +97,14 @@ class KnownSequences:
         if name == "__get__" or func in _SIZES:
             found = func(*args, **kwargs)
             if not isinstance(found, Tensor):
-                return _with_counts(func, found, args, kwargs)
+                return _with_counts(func, found, args, kwargs, self.use)
         tensors = [*tensors_of((args, kwargs))]
         if any(_stands_for_a_mask(x) for x in tensors):
+            self.use()
             args, kwargs = _changed((args, kwargs), self._unfolded)
             tensors = [*tensors_of((args, kwargs))]
-        if not any(is_marked(x) for x in tensors) and not _counts((args, kwargs)):
+        counted = _counts((args, kwargs))
+        if not counted and not any(is_marked(x) for x in tensors):
             return func(*args, **kwargs)
         if name == "__set__" or _has_effects(func):  # once, and nobody knows what it writes
             for x in tensors:
@@ -104,23 +112,30 @@ class KnownSequences:
             return func(*args, **kwargs)
         if func in _CONSTANTS:
             return self._constant(func, args, kwargs)
-        if name.strip("_") in _ARITHMETIC:
+        if counted and name.strip("_") in ARITHMETIC:
+            self.use()
             args, kwargs = _changed((args, kwargs), whole_number)
         known = [x for x in tensors if whole_of(x) is not None]
         if name in _DUNDERS_IN_PLACE or (name.endswith("_") and not name.endswith("__")):
             return self._in_place(func, args, kwargs)
         if func in _READS and len(known) == len(tensors):
+            self.use()
             return func(*_wholes(args), **_wholes(kwargs))
         if func in _LOOKS_UP and len(known) == len(tensors) > 1:
             return self._looked_up(func, args, kwargs)
         part = func(*args, **kwargs)
+        if not any(True for _ in tensors_of(part)):
+            return part
         if self._goes_on(func, part, tensors):
             try:
                 whole = func(*_wholes(args), **_wholes(kwargs))
             except _NO_WHOLE:
                 pass  # of other sizes than positions
             else:
-                return self._joined(part, whole)
+                found = self._joined(part, whole)
+                if not self._same_unfollowed(found, func, args, kwargs):
+                    self.use()
+                return found
         return self.mark(part, func, args, kwargs)
 
     def mark(self, made: Any, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -138,6 +153,7 @@ class KnownSequences:
         last = part.ndim - 1
         if last not in dims or not {*dims} <= {last - 1, last}:
             return None
+        self.use()
         return self._cut(whole.tensor, [dim for dim in dims if dim != last])
 
     def added_to_scores(self, mask: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -160,12 +176,15 @@ class KnownSequences:
 
     def _constant(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Tensor:
         fill: Any = 1.0 if "ones" in func.__name__ else 0.0
-        if func in _FULL and "fill_value" in kwargs:
-            fill = whole_number(kwargs["fill_value"])
-            kwargs = {**kwargs, "fill_value": fill}
-        elif func in _FULL:
-            fill = whole_number(args[-1])
-            args = *args[:-1], fill
+        if func in _FULL:
+            given = kwargs["fill_value"] if "fill_value" in kwargs else args[-1]
+            fill = whole_number(given)
+            if fill is not given:
+                self.use()
+            if "fill_value" in kwargs:
+                kwargs = {**kwargs, "fill_value": fill}
+            else:
+                args = *args[:-1], fill
         made: Tensor = func(*args, **kwargs)
         shapes = self._shapes.shapes(func, args, kwargs)
         if shapes is None or shapes[0] == made.shape:
@@ -181,6 +200,7 @@ class KnownSequences:
 
     def _looked_up(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Places in the whole sequence are none in the part."""
+        self.use()
         whole = func(*_wholes(args), **_wholes(kwargs))
         here = self._shapes.shapes(func, args, kwargs, whole=False)
         if here is None:  # as many as the values say
@@ -217,6 +237,7 @@ class KnownSequences:
             if any(is_marked(x) and whole_of(x) is None for x in rest) and is_plain(target):
                 set_whole_shape(target, whole_shape(target))  # it holds activations now
             return made
+        self.use()
         places = _wholes(args), _wholes(kwargs)
         made = func(*args, **kwargs)
         if target.requires_grad or any(x.ndim and whole_of(x) is None for x in rest):
@@ -231,6 +252,14 @@ class KnownSequences:
             with torch.no_grad():
                 target.copy_(self._cut(whole.tensor, dims_of_positions(target)))
         return made
+
+    def _same_unfollowed(
+        self, found: Any, func: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> bool:
+        """Whether the function gives the same where nothing is followed."""
+        if func is torch.arange:
+            return self._counts is not None and torch.equal(found, self._counts(func, args, kwargs))
+        return by_position(func, args, kwargs)
 
     def _joined(self, part: Any, whole: Any) -> Any:
         """What the model sees of what was made for all positions."""
@@ -258,19 +287,21 @@ class KnownSequences:
         return all(size == (self._here, self._length) for size in sizes)
 
 
-def _with_counts(func: Callable[..., Any], found: Any, args: tuple, kwargs: dict) -> Any:
+def _with_counts(
+    func: Callable[..., Any], found: Any, args: tuple, kwargs: dict, used: Callable[[], None]
+) -> Any:
     """Sizes of a tensor, those that count positions as such."""
     x = args[0] if args else kwargs["self"]
     if not is_marked(x):
         return found
     shape = whole_shape(x)
     if isinstance(found, torch.Size):
-        return torch.Size(map(count, found, shape))
+        return torch.Size(count(*each, used) for each in zip(found, shape, strict=True))
     if func is Tensor.size:
         dim = kwargs.get("dim", *args[1:])
-        return count(found, shape[dim])
+        return count(found, shape[dim], used)
     if func in _SIZES:
-        return count(found, torch.Size(shape).numel())
+        return count(found, torch.Size(shape).numel(), used)
     return found
 
 
@@ -317,9 +348,16 @@ def _changed(values: Any, change: Callable[[Any], Any]) -> Any:
 
 
 class OnWholes(TorchFunctionMode):
-    """Within this context functions take what is known for all positions in place of its part."""
+    """Within this context functions take what is known for all positions in place of its part.
+    `used`: told that there is such."""
+
+    def __init__(self, used: Callable[[], None]):
+        super().__init__()
+        self._used = used
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        if any(whole_of(x) is not None for x in tensors_of((args, kwargs))):
+            self._used()
         return func(*_wholes(args), **_wholes(kwargs or {}))

@@ -4,6 +4,7 @@ by which it would be made, and no numbers."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from weft.core import UnsupportedModel
 from weft.nn import AttentionPattern
 
 from ..microbatch import SequenceInfo
-from .known_sequences import OnWholes
+from .known_sequences import KnownSequences, OnWholes
 
 
 def rule_of(
     now: SequenceInfo,
+    known: KnownSequences | None,
     refusal: UnsupportedModel,
     samples: int,
     here: int,
@@ -33,6 +35,7 @@ def rule_of(
 
     Args:
         now: the sequences of the microbatch that runs.
+        known: of these, where values are followed.
         refusal: of a rule that reads what a rank has a part of.
         samples: of the microbatch.
         here: positions on this rank.
@@ -53,8 +56,10 @@ def rule_of(
 
     def seen(q: Tensor, k: Tensor) -> Tensor:
         sample = torch.arange(samples, device=q.device).view(-1, 1, 1, 1)
+        # what the model has made of its batch
+        wholes = nullcontext() if known is None else OnWholes(known.use)
         try:
-            with OnWholes():  # what the model has made of its batch
+            with wholes:
                 found: Tensor = mask_function(sample, sample.new_zeros(()), q, k)
         except IndexError as error:
             raise refusal from error

@@ -12,25 +12,32 @@ from collections.abc import Callable
 from typing import Any
 
 
+def _nobody() -> None:
+    pass
+
+
 class PositionCount(int):
     """An integer of this rank's part. `whole`: what it is of the whole sequence. Sums, products and
     quotients with integers are of both. A fraction, `<` and `>` are of the whole, as on one
-    device."""
+    device; `used` is told of each answer that the part's own integer would not give."""
 
     whole: int
+    used: Callable[[], None]
 
-    def __new__(cls, here: int, whole: int) -> PositionCount:
+    def __new__(cls, here: int, whole: int, used: Callable[[], None] = _nobody) -> PositionCount:
         made = super().__new__(cls, here)
-        made.whole = whole
+        made.whole, made.used = whole, used
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
         return int, (int(self),)
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, PositionCount) and self.whole != other.whole:
+        same = int(self) == other
+        if same and isinstance(other, PositionCount) and self.whole != other.whole:
+            self.used()
             return False
-        return int(self) == other
+        return same
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -44,9 +51,9 @@ def whole_number(x: Any) -> Any:
     return x.whole if isinstance(x, PositionCount) else x
 
 
-def count(here: int, whole: int) -> int:
+def count(here: int, whole: int, used: Callable[[], None] = _nobody) -> int:
     """An integer that is `whole` with all positions."""
-    return here if here == whole else PositionCount(here, whole)
+    return here if here == whole else PositionCount(here, whole, used)
 
 
 def _here(x: Any) -> Any:
@@ -62,13 +69,22 @@ def _computed(function: Callable[..., Any], swapped: bool) -> Callable[..., Any]
         if any(not isinstance(x, int | float) for x in others):
             return NotImplemented
         whole = value(whole_number)
-        return count(value(_here), whole) if type(whole) is int else whole
+        if type(whole) is int:
+            return count(value(_here), whole, self.used)
+        self.used()
+        return whole
 
     return of_both
 
 
 def _compared(function: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    return lambda self, other: function(self.whole, whole_number(other))
+    def of_the_whole(self: PositionCount, other: Any) -> bool:
+        found = function(self.whole, whole_number(other))
+        if found != function(int(self), _here(other)):
+            self.used()
+        return found
+
+    return of_the_whole
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
