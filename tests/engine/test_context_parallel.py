@@ -1041,8 +1041,47 @@ def engine_of(
     return float(engine.step(engine.local(batch)).loss)
 
 
+def followed(make: Callable[[], nn.Module], batches: list[dict[str, Tensor]]) -> list[bool]:
+    """Whether the forward of each step is."""
+    torch.manual_seed(0)
+    model = make()
+    plan = weft.plan(model, "cp2", batch=8, loss=next_token)
+    engine = weft.Engine(
+        *(model, plan), optimizer=sgd, loss=next_token, device="cpu", compile="off"
+    )
+    begin, steps = engine.sequence.begin, list[list[bool]]()
+
+    def noted(micro: Any) -> None:
+        begin(micro)
+        steps[-1].append(engine.sequence.known is not None)
+
+    engine.sequence.begin = noted  # type: ignore[method-assign]
+    for batch in batches:
+        steps.append([])
+        engine.step(engine.local(batch))
+    return [forward for forward, *_ in steps]
+
+
 def sgd(params: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
+
+
+@pytest.mark.parametrize("what", ["llama", "decoder", "biased"])
+def test_a_forward_is_followed_where_that_changes_what_it_computes(pool: Pool, what: str) -> None:
+    """In the first one of the same shapes it is found out; those with padding are others."""
+    make = {
+        "llama": partial(hugging_face, "llama"),
+        "decoder": partial(decoder, VOCAB, 32, 2, 4, 4),
+        "biased": partial(Biased, False),
+    }[what]
+    batches = [tokens(full=what == "llama") for _ in range(3)]
+    if what == "llama":
+        batches += [tokens(padded=True) for _ in range(2)]
+    found = pool.run(followed, make, batches, world=2)[0]
+    if what == "biased":
+        assert found == [True, True, True]
+    else:
+        assert found == [True, False, False, True, False][: len(batches)]
 
 
 @pytest.mark.parametrize(

@@ -170,13 +170,13 @@ class FunctionOverrides(TorchFunctionMode):
                 kwargs = {**kwargs, "training": kwargs["train"]}
                 del kwargs["train"]
             given = args[0] if args else kwargs["input"]
-            whole = known is not None and is_marked(given) and not dims_of_positions(given)
             rows = self.randomness.rows
-            if whole and rows is not None:
-                # as many of something else as positions here are none of these
-                self.randomness.rows = None
-                if any(size % len(rows) == 0 for size in given.shape):
-                    known.use()
+            if known is not None and rows is not None and is_marked(given):
+                if not dims_of_positions(given):
+                    # as many of something else as positions here are none of these
+                    self.randomness.rows = None
+                    if any(size % len(rows) == 0 for size in given.shape):
+                        known.use()
             dropped = self._dropout(func, *args, **kwargs)
             self.randomness.rows = rows
             return dropped if known is None else known.mark(dropped, func, args, kwargs)
@@ -189,10 +189,9 @@ class FunctionOverrides(TorchFunctionMode):
         sequence = self.sequence
         if sequence is None:
             return None, None
-        known = sequence.known
-        if known is not None and (not sequence.follows or torch.compiler.is_compiling()):
-            known = None
-        return known, sequence.counts
+        # asked first: a graph that had read `known` would be made anew where that changes
+        follows = not torch.compiler.is_compiling() and sequence.follows
+        return sequence.known if follows else None, sequence.counts
 
     def _dropout(
         self,
