@@ -171,12 +171,12 @@ class FunctionOverrides(TorchFunctionMode):
                 del kwargs["train"]
             given = args[0] if args else kwargs["input"]
             rows = self.randomness.rows
-            if known is not None and rows is not None and is_marked(given):
-                if not dims_of_positions(given):
-                    # as many of something else as positions here are none of these
-                    self.randomness.rows = None
-                    if any(size % len(rows) == 0 for size in given.shape):
-                        known.use()
+            whole = is_marked(given) and not dims_of_positions(given)
+            if known is not None and rows is not None and whole:
+                # as many of something else as positions here are none of these
+                self.randomness.rows = None
+                if any(size % len(rows) == 0 for size in given.shape):
+                    known.use()
             dropped = self._dropout(func, *args, **kwargs)
             self.randomness.rows = rows
             return dropped if known is None else known.mark(dropped, func, args, kwargs)

@@ -227,9 +227,12 @@ class ContextParallel:
         """All positions of integers that every rank knows: what is made of the batch, or an entry
         [b, s] of it."""
         known, mine = whole_of(x), self.positions(self.now.length, x.device)
-        if known is not None:
-            return known.tensor
-        return next((e for e in self.now.wholes.values() if torch.equal(e[:, mine], x)), None)
+        entries = self.now.wholes.values()
+        if known is None:
+            return next((e for e in entries if torch.equal(e[:, mine], x)), None)
+        if self.known is not None and not any(torch.equal(e, known.tensor) for e in entries):
+            self.known.use()
+        return known.tensor
 
     def _ordered(self, x: Tensor, dim: int) -> Tensor:
         """What all ranks have, one after the other, in the order of positions."""

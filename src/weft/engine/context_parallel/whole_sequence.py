@@ -125,14 +125,11 @@ class _AroundForward:
         if x.is_meta and hasattr(x, "weft_pattern"):
             return whole_mask(x, torch.arange(length), length)
         here = length // self._sequence.size
-        known = self._sequence.known
         if whole_of(x) is not None or (x.ndim == 2 and x.shape[1] == here):
-            if known is not None and whole_of(x) is not None:
-                known.use()
             return self._sequence.whole_entry(x)
         dim = by_size = dim_of_positions(x.shape, here)
         if is_marked(x):
             dim = next(iter(dims_of_positions(x)), None)
-            if known is not None and dim != by_size:
-                known.use()
+            if self._sequence.known is not None and dim != by_size:
+                self._sequence.known.use()
         return x if dim is None else self._sequence.gathered(x, dim)
