@@ -132,7 +132,7 @@ class FunctionOverrides(TorchFunctionMode):
         super().__exit__(*error)
         self._entered.pop().close()
         if error[0] is not None and self.sequence is not None:
-            self.sequence.forget()
+            self.sequence.forwards.forget()
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None

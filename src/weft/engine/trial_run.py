@@ -292,7 +292,7 @@ class TrialRun:
         finally:
             if self._sequence is not None:
                 self._sequence.end()
-                self._sequence.forget()
+                self._sequence.forwards.forget()
         if self._whole is not None:
             self._sum(record, device)
         return record

@@ -14,7 +14,7 @@ Each rank of a ring, or of a gather, has two stretches, from both ends (`order.z
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -39,7 +39,7 @@ from weft.parallel import Crossing, Mesh, all_gather, no_sequence
 
 from ..microbatch import Batch, MicroBatch, SequenceInfo
 from .counts_by_size import CountsBySize
-from .followed_shapes import FollowedShapes
+from .followed_forwards import FollowedForwards
 from .known_sequences import KnownSequences
 from .mask_rules import mask_placeholder, rule_of, whole_mask
 from .ring_attention import KeyBlocks, Span, attend_blocks
@@ -76,10 +76,9 @@ class ContextParallel:
         self.size = mesh.size(*methods)
         self.now, self.calls = SequenceInfo(), 0
         self.known: KnownSequences | None = None
-        self._first: dict[Hashable, KnownSequences] = {}  # in forwards of these shapes
         self.counts: CountsBySize | None = None
         self.follows = True  # outside of graphs and losses
-        self._shapes = FollowedShapes()
+        self.forwards = FollowedForwards()
         self.graphs: tuple[str, ...] = ()  # modules that are compiled
 
     def __bool__(self) -> bool:
@@ -176,7 +175,7 @@ class ContextParallel:
         if "position_ids" not in self.names:
             self.counts = CountsBySize(mine)
         if self._plan.staging is None:  # a stage receives tensors of which nothing is known
-            self.known = self._following(micro, mine, made)
+            self.known = self.forwards.begin(micro, mine, made, self.counts)
         if self.known is None:
             return
         for name in now.parted:
@@ -185,25 +184,6 @@ class ContextParallel:
         for name, whole in now.wholes.items():
             if name in micro.arguments:  # the model may change its own
                 set_whole(micro.arguments[name], whole.clone())
-
-    def _following(
-        self, micro: MicroBatch, mine: Tensor, made: Callable[[Tensor], Tensor]
-    ) -> KnownSequences | None:
-        """What follows the forward of a microbatch. None if that changed nothing in the first one
-        of the same shapes: following takes time."""
-        now = micro.sequence
-        key = micro.signature, now.valid is None, now.documents is None, torch.is_grad_enabled()
-        first = self._first.get(key)
-        if first is None:
-            first = KnownSequences(now.length, mine, self._shapes, made, self.counts)
-            self._first[key] = first
-            return first
-        return first if first.used else None
-
-    def forget(self) -> None:
-        """The next forward is followed whatever was found so far: the last one did not end, or was
-        of other modules."""
-        self._first.clear()
 
     def end(self) -> None:
         """What runs from now on has whole sequences."""
