@@ -74,20 +74,20 @@ class Fitted:
     ] = ()  # sources with many runs of each shape of a layer, which tell what constants leave
 
 
-# FLOP/s of attention with a causal mask at 4096 tokens and heads of 128, H100 SXM: forward of
-# figure 5, backward of figure 6, of FlashAttention-3 (Shah et al. 2024).
-FLASH_2, CUDNN = (319e12, 290e12), (518e12, 450e12)
+# FLOP/s of attention at 4096 tokens and heads of 128 on H100 SXM, forward with a causal mask and
+# backward: figures 5 and 6 of FlashAttention-3 (Shah et al. 2024).
+FLASH_2, CUDNN = (319e12, 310e12), (518e12, 499e12)
 
 
-def cores(forward: float, backward: float) -> dict[str, float]:
-    """Of H100."""
+def h100_attention(forward: float, backward: float) -> dict[str, float]:
+    """The shares of H100's peak that these FLOP/s are."""
     peak = named_sheet("h100").device.flops["bf16"]
     return {"attention": forward / peak, "attention_backward": backward / peak}
 
 
 def a100_kernels() -> dict[str, float]:
-    """What kernels of A100 SXM reach: those of A100 PCIe were measured, of which the best matmul is
-    so much slower."""
+    """What kernels reach of A100 SXM: as much more than those that were measured on A100 PCIe as its
+    best matmul does."""
     found, _ = kernels("A100-PCIe-80GB")
     faster = ceiling("NVIDIA A100 SXM") / ceiling("NVIDIA A100 PCIe")
     return {
@@ -126,13 +126,13 @@ EAGER_A100 = Era(
 # default.
 COMPILED_A100 = EAGER_A100.model_copy(update={"matmul": 0.87, "network": 0.85})
 HALF_HIDDEN = EAGER_A100.model_copy(update={"hidden": 0.5})
-FLASH_H100 = EAGER_A100.model_copy(update={**cores(*FLASH_2), "eight": EIGHT_H100})
+FLASH_H100 = EAGER_A100.model_copy(update={**h100_attention(*FLASH_2), "eight": EIGHT_H100})
 # Of matmuls in 16 bits, which no run of its sources has, what kernels reach on A100 PCIe. The best
 # of H100 reaches 0.8.
 CORE_H100 = Era(
     matmul=0.74,
     matmul_flops=KERNELS_A100["matmul_flops"],
-    **cores(*CUDNN),
+    **h100_attention(*CUDNN),
     eight=EIGHT_H100,
     memory=0.6,
     network=0.45,
