@@ -86,8 +86,8 @@ def h100_attention(forward: float, backward: float) -> dict[str, float]:
 
 
 def a100_kernels() -> dict[str, float]:
-    """What kernels reach of A100 SXM: as much more than those that were measured on A100 PCIe as its
-    best matmul does."""
+    """What kernels reach of A100 SXM: more than those measured on A100 PCIe do, as far as its best
+    matmul does."""
     found, _ = kernels("A100-PCIe-80GB")
     faster = ceiling("NVIDIA A100 SXM") / ceiling("NVIDIA A100 PCIe")
     return {
