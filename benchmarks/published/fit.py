@@ -68,18 +68,43 @@ class Fitted:
     ours: bool = True  # whether it goes to weft's sheets
     everything: tuple[str, ...] = ()  # sources with so few rows that none is held out
     kept: tuple[str, ...] = ()  # which are free by the peaks of whole processes
-    toward: float = 0.0  # the weight of the start, so that a constant that no run tells stays there
+    toward: float = UNTOLD  # the weight of the start, so that what no run tells stays there
     layers: tuple[
         str, ...
     ] = ()  # sources with many runs of each shape of a layer, which tell what constants leave
 
 
+# FLOP/s of attention at 4096 tokens and heads of 128 on H100 SXM, forward with a causal mask and
+# backward: figures 5 and 6 of FlashAttention-3 (Shah et al. 2024).
+FLASH_2, CUDNN = (319e12, 310e12), (518e12, 499e12)
+
+
+def h100_attention(forward: float, backward: float) -> dict[str, float]:
+    """The shares of H100's peak that these FLOP/s are."""
+    peak = named_sheet("h100").device.flops["bf16"]
+    return {"attention": forward / peak, "attention_backward": backward / peak}
+
+
+def a100_kernels() -> dict[str, float]:
+    """What kernels reach of A100 SXM: more than those measured on A100 PCIe do, as far as its best
+    matmul does."""
+    found, _ = kernels("A100-PCIe-80GB")
+    faster = ceiling("NVIDIA A100 SXM") / ceiling("NVIDIA A100 PCIe")
+    return {
+        "matmul_flops": found["matmul_flops"],
+        "attention": found["attention"] * faster,
+        "attention_backward": found["attention_backward"] * faster,
+    }
+
+
+KERNELS_A100 = a100_kernels()
+EIGHT_H100 = ceiling("NVIDIA H100 SXM", "fp8") / ceiling("NVIDIA H100 SXM")
 # Where no run tells a constant, it stays here. The host needs about 0.8 ms for a layer's forward,
 # some sixty of torch's calls of 15 us, which are counted as 17 kernels; links reach what nccl-tests
 # do over NVLink.
 MEGATRON_A100 = Era(
     matmul=0.78,
-    matmul_flops=1e9,
+    **KERNELS_A100,
     memory=0.7,
     launch_s=5e-5,
     link=0.78,
@@ -92,9 +117,7 @@ MEGATRON_A100 = Era(
 BLOCKING = MEGATRON_A100.model_copy(update={"waits": 1.0})
 EAGER_A100 = Era(
     matmul=0.8,
-    matmul_flops=1e9,
-    attention=0.5,
-    attention_backward=0.3,
+    **KERNELS_A100,
     memory=0.6,
     network=0.45,
     launch_s=1e-5,
@@ -103,13 +126,14 @@ EAGER_A100 = Era(
 # default.
 COMPILED_A100 = EAGER_A100.model_copy(update={"matmul": 0.87, "network": 0.85})
 HALF_HIDDEN = EAGER_A100.model_copy(update={"hidden": 0.5})
+FLASH_H100 = EAGER_A100.model_copy(update={**h100_attention(*FLASH_2), "eight": EIGHT_H100})
 # Of matmuls in 16 bits, which no run of its sources has, what kernels reach on A100 PCIe. The best
 # of H100 reaches 0.8.
 CORE_H100 = Era(
     matmul=0.74,
-    matmul_flops=1e9,
-    attention=0.5,
-    attention_backward=0.3,
+    matmul_flops=KERNELS_A100["matmul_flops"],
+    **h100_attention(*CUDNN),
+    eight=EIGHT_H100,
     memory=0.6,
     network=0.45,
     launch_s=1e-5,
@@ -128,7 +152,6 @@ FITS = {
         MEGATRON_A100,
         everything=("mlm_sc21_table1", "korthikanti2022_table5"),
         layers=("vtrain",),
-        toward=UNTOLD,
     ),
     "bloom": Fitted(
         ("a100-omnipath",),
@@ -138,7 +161,6 @@ FITS = {
         BLOCKING,
         ours=False,
         kept=("context_gib",),
-        toward=UNTOLD,
     ),
     "v100-megatron": Fitted(
         ("v100",),
@@ -148,7 +170,6 @@ FITS = {
         MEGATRON_A100,
         lambda row: "V100" in row["accelerator"],
         everything=("mlm_readme_sep2020",),
-        toward=UNTOLD,
     ),
     "a100-eager": Fitted(
         ("a100", "a100-40", "a100-pcie"),
@@ -188,7 +209,7 @@ FITS = {
         "eager",
         {"llm_foundry": 1},
         (*SHARDED, "eight"),
-        HALF_HIDDEN,
+        FLASH_H100.model_copy(update={"hidden": 0.5}),
         lambda row: "H100" in row["accelerator"],
     ),
     "h100-compiled": Fitted(
@@ -196,7 +217,7 @@ FITS = {
         "compiled",
         {"torchtitan": 1},
         ("eight", "attention", "attention_backward", "memory", "traffic", "link", "network"),
-        EAGER_A100,  # matmuls reach what the best one does, 0.8: free, they would reach more
+        FLASH_H100,  # matmuls reach what the best one does, 0.8: free, they would reach more
         lambda row: "H" in row["accelerator"].split("-")[0],
     ),
     "nanotron": Fitted(
@@ -204,7 +225,7 @@ FITS = {
         "nanotron",
         {"nanotron_ultrascale": 1},
         ("matmul", "memory", "network", "fixed_s"),
-        EAGER_A100,
+        FLASH_H100,
         ours=False,
     ),
     "h100-core": Fitted(

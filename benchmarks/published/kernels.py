@@ -15,13 +15,13 @@ from weft.planner.calibrate.robust_fit import fit_line
 DATA = Path(__file__).parent / "data"
 
 
-def ceiling(card: str) -> float:
-    """The share of the peak that the best of its matmuls in bf16 reaches."""
+def ceiling(card: str, dtype: str = "bf16") -> float:
+    """The share of the peak that the best of its matmuls in this dtype reaches."""
     with (DATA / "ceilings.csv").open(newline="", encoding="utf-8") as file:
         row = next(
             row
             for row in csv.DictReader(file)
-            if (row["accelerator"], row["dtype"]) == (card, "bf16")
+            if (row["accelerator"], row["dtype"]) == (card, dtype)
         )
     return float(row["MAMF_TFLOPS"]) / float(row["theory_TFLOPS"])
 

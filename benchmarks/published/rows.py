@@ -70,6 +70,8 @@ PLAIN = ("l40s", "rtx-4090")  # cards that have no other
 # The GB that a card is sold with, taken for GiB, are about so much more than its driver gives:
 # whether a run fits is asked of them, for the estimate is no nearer than that.
 SOLD = 1.01
+# FlashAttention's first version; so is llm-foundry's in Triton (its flash_attn_triton.py)
+FIRST = r"flash\D*1\.|flash\(triton\)"
 XLA = ("jax", "t5x", "maxtext", "paxml")
 FRAMEWORKS = (
     "megatron",
@@ -423,7 +425,7 @@ def case(row: Row) -> Case:
         not flash and not model.gated,
         fused,
         eager=eager_parts(row, practice),
-        flash_version=1 if re.search(r"flash\D*1\.", row.get("attn_kernel") or "") else 2,
+        flash_version=1 if re.search(FIRST, row.get("attn_kernel") or "") else 2,
         by_ops=text.startswith("selective-op"),
     )
     return Case(

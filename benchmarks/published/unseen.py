@@ -27,11 +27,13 @@ from typing import Any
 import numpy as np
 import rows as published
 from fit import FITS, Fitted, fitted
+from kernels import ceiling
 from measured import Steps, after_given, chosen_error, residuals
 from run import HERE, covered, measured_s, predictions, rewrite, score, table
 
 from weft.planner.cost.hardware import Era, named_sheet
 
+OF_KERNELS = ("matmul_flops", "eight", "attention", "attention_backward")
 KEPT = HERE / "results" / "unseen_constants.json"  # of each source, without it
 
 
@@ -58,17 +60,26 @@ def without(source: str, rows: list[published.Row]) -> dict[tuple[str, str], Era
 
 
 def prior(source: str, one: Fitted) -> dict[str, float]:
-    """The median that other fits, which know nothing of this source, found for each constant."""
+    """The median that other fits, which know nothing of this source, found for each constant: of
+    matmuls as a share of the card's best. What kernels were measured to reach stays as they do."""
     found = {}
     for name in one.free:
         told = [
-            getattr(shipped(other), name)
+            getattr(shipped(other), name) / (best(other) if name == "matmul" else 1.0)
             for other in FITS.values()
-            if source not in other.sources and name in other.free
+            if source not in other.sources and name in other.free and name not in OF_KERNELS
         ]
         if told:
-            found[name] = float(np.exp(np.median(np.log(told))))
+            typical = float(np.exp(np.median(np.log(told))))
+            found[name] = typical * (best(one) if name == "matmul" else 1.0)
     return found
+
+
+def best(one: Fitted) -> float:
+    """The share of the peak that the best matmul of its card reaches; of a card that nobody
+    measured, as A100's."""
+    card = "NVIDIA H100 SXM" if one.sheets[0] == "h100" else "NVIDIA A100 SXM"
+    return ceiling(card)
 
 
 def shipped(one: Fitted) -> Era:

@@ -322,6 +322,8 @@ def test_what_software_does_op_by_op(rows: Any) -> None:
     assert (found.flash, found.flash_version) == (True, 1)
     second = {**first, "attn_kernel": "flash_attention2"}
     assert rows.case(second).setting.flash_version == 2
+    triton = {**base, "framework": "Composer FSDP", "attn_kernel": "flash(triton)"}
+    assert rows.case(triton).setting.flash_version == 1  # llm-foundry's copy of the first one
 
 
 @pytest.mark.parametrize("level", ["1", "3"])
@@ -437,6 +439,25 @@ def test_what_a_row_leaves_open_is_so_that_it_fits(
     inputs = 94 * 128 * 1024 * 12288 * 2  # of all but two layers
     less = peaks["zero3 large here"] - peaks["zero3 large"] - (peaks["zero3"] - peaks["zero3 away"])
     assert less == pytest.approx(inputs / 2**30, rel=0.01)
+
+
+def test_what_is_known_of_a_source_that_nobody_fitted(rows: Any) -> None:
+    """Kernels as they were measured; of matmuls the share of the card's best that other fits found;
+    all else the median of theirs."""
+    unseen, fit = importlib.import_module("unseen"), importlib.import_module("fit")
+    here = fit.FITS["h100-eager"]
+    found = unseen.prior("llm_foundry", here)
+    assert not set(unseen.OF_KERNELS) & set(found)
+    others = [
+        other
+        for other in fit.FITS.values()
+        if "llm_foundry" not in other.sources and "matmul" in other.free
+    ]
+    shares = [unseen.shipped(other).matmul / unseen.best(other) for other in others]
+    assert min(shares) < found["matmul"] / unseen.best(here) < max(shares)
+    assert unseen.best(here) < unseen.best(fit.FITS["a100-eager"])
+    # attention on H100 is that of FlashAttention-2, and cuDNN's under Megatron-Core
+    assert here.start.attention < fit.FITS["h100-core"].start.attention
 
 
 def test_a_fit_writes_what_an_era_has_beyond_the_one_that_it_is_like(
