@@ -40,7 +40,7 @@ def timeline_blocks(timelines: Sequence[tuple[Value, Timeline]]) -> list[blocks.
     """One chart of all timelines on one axis, and their figures."""
     occur = {of for _, one in timelines for lane in one.lanes for of in lane.seconds}
     kinds = [of for of in KINDS if of in occur] + sorted(occur - {*KINDS})
-    place = {of: number for number, of in enumerate(kinds)}
+    place = {of: row for row, of in enumerate(kinds)}
     lanes: list[Value] = []
     spans = []
     for name, one in timelines:
