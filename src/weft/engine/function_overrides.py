@@ -169,18 +169,17 @@ class FunctionOverrides(TorchFunctionMode):
             if "train" in kwargs:  # torch.dropout's own name for it
                 kwargs = {**kwargs, "training": kwargs["train"]}
                 del kwargs["train"]
-            if known is None:  # no graph reads marks
-                return self._dropout(func, *args, **kwargs)
             given = args[0] if args else kwargs["input"]
             rows = self.randomness.rows
-            if rows is not None and is_marked(given) and not dims_of_positions(given):
+            whole = is_marked(given) and not dims_of_positions(given)
+            if known is not None and rows is not None and whole:
                 # as many of something else as positions here are none of these
                 self.randomness.rows = None
                 if any(size % len(rows) == 0 for size in given.shape):
                     known.use()
             dropped = self._dropout(func, *args, **kwargs)
             self.randomness.rows = rows
-            return known.mark(dropped, func, args, kwargs)
+            return dropped if known is None else known.mark(dropped, func, args, kwargs)
         if known is not None:
             return known(func, args, kwargs)
         return func(*args, **kwargs) if counts is None else counts(func, args, kwargs)
