@@ -81,8 +81,10 @@ def export(
 
 def _number(folder: Path, step: str | None) -> int | None:
     """The number that `--step` gives."""
-    if step is None or step.isdecimal():
-        return None if step is None else int(step)
+    if step is None:
+        return None
+    if step.isdecimal():
+        return int(step)
     if step != "best":
         raise ConfigError("--step", step, "is no step", "write a number, or best")
     from weft.train import best_step
