@@ -50,9 +50,18 @@ from weft.parallel import (
     split_dim,
 )
 
+from .context_parallel.counts_by_size import CountsBySize
 from .context_parallel.eager_attention import attend_eagerly
+from .context_parallel.known_sequences import KnownSequences
 from .context_parallel.sequence import ContextParallel
 from .context_parallel.transformers_interfaces import eager_attention_by, mask_rules
+from .context_parallel.whole_marks import (
+    dims_of_positions,
+    is_marked,
+    set_whole_shape,
+    whole_of,
+    whole_shape,
+)
 from .expert_load import ExpertLoad
 
 _SELU_FLOOR = -1.0507009873554805 * 1.6732632423543772  # what SELU tends to on the left
@@ -122,6 +131,8 @@ class FunctionOverrides(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._entered.pop().close()
+        if error[0] is not None and self.sequence is not None:
+            self.sequence.forwards.forget()
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -130,7 +141,8 @@ class FunctionOverrides(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self._attention(args, kwargs)
         if func is causal_mask:
-            if self.asked is not None and not any(_same(args[0], known) for known in self.known):
+            whole = whole_of(args[0]) or any(_same(args[0], x) for x in self.known)
+            if self.asked is not None and not whole:
                 self.asked("positions", args[0][0].numel())
             if self._shared():
                 assert self.sequence is not None
@@ -146,23 +158,41 @@ class FunctionOverrides(TorchFunctionMode):
             if self.loads is not None and torch.is_grad_enabled() and not again:
                 self.loads.add(args[1])
             return AddLoss.apply(*args, self.scale)
-        if func is torch.arange and self._shared():
-            assert self.sequence is not None
-            return self.sequence.own_arange(*args, **kwargs)
-        if func is torch.diff and self._shared():
-            assert self.sequence is not None
-            return self.sequence.own_diff(*args, **kwargs)
         if func in OPENED_FUNCTIONS:
             with self:
                 return OPENED_FUNCTIONS[func](*args, **kwargs)
+        known, counts = self._followed()
         if func in DRAWS:
-            return self._draw(func, args, kwargs)
+            drawn = self._draw(func, args, kwargs)
+            return drawn if known is None else known.mark(drawn, func, args, kwargs)
         if func in DROPOUTS:
             if "train" in kwargs:  # torch.dropout's own name for it
                 kwargs = {**kwargs, "training": kwargs["train"]}
                 del kwargs["train"]
-            return self._dropout(func, *args, **kwargs)
-        return func(*args, **kwargs)
+            if known is None:  # no graph reads marks
+                return self._dropout(func, *args, **kwargs)
+            given = args[0] if args else kwargs["input"]
+            rows = self.randomness.rows
+            if rows is not None and is_marked(given) and not dims_of_positions(given):
+                # as many of something else as positions here are none of these
+                self.randomness.rows = None
+                if any(size % len(rows) == 0 for size in given.shape):
+                    known.use()
+            dropped = self._dropout(func, *args, **kwargs)
+            self.randomness.rows = rows
+            return known.mark(dropped, func, args, kwargs)
+        if known is not None:
+            return known(func, args, kwargs)
+        return func(*args, **kwargs) if counts is None else counts(func, args, kwargs)
+
+    def _followed(self) -> tuple[KnownSequences | None, CountsBySize | None]:
+        """What makes this rank's part of positions and tokens; no graph is followed."""
+        sequence = self.sequence
+        if sequence is None:
+            return None, None
+        # asked first: a graph that had read `known` would be made anew where that changes
+        follows = not torch.compiler.is_compiling() and sequence.follows
+        return sequence.known if follows else None, sequence.counts
 
     def _dropout(
         self,
@@ -289,7 +319,9 @@ class FunctionOverrides(TorchFunctionMode):
         """Of this rank's part of the sequences with all."""
         assert self.sequence is not None
         keep = _factors(self.randomness, dropout) if dropout > 0.0 else None
-        return self._attend(partial(self.sequence.attention, keep=keep), args, kwargs)
+        out = self._attend(partial(self.sequence.attention, keep=keep), args, kwargs)
+        query = args[0] if args else kwargs["query"]
+        return set_whole_shape(out, (*whole_shape(query)[:-1], out.shape[-1]))
 
     def _attend(self, core: Callable, args: tuple, kwargs: dict) -> Tensor:
         if self.selective and torch.is_grad_enabled():

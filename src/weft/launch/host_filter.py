@@ -1,7 +1,7 @@
 """Lets only the hosts of a run connect to gloo's ports.
 
-gloo asks nobody who he is. A connection that says the number of a rank is that rank's, whoever
-opened it; and a process that is out of files because of those who hold connections open is aborted.
+gloo authenticates nobody. A connection that sends the number of a rank is that rank's, whoever
+opened it; and a process whose file descriptors strangers use up is aborted.
 So the kernel drops what other hosts send: each listening socket of gloo has a filter by the address
 of the sender (socket(7), SO_ATTACH_FILTER), for which no right is needed. Linux, IPv4.
 """
