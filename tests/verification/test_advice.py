@@ -501,9 +501,9 @@ DIVIDED = {  # families that were refused by mistake, or with advice that could 
     "moss_transcribe_diarize": ("causal-lm", "cp2"),
     "zaya": ("causal-lm", "cp2"),  # whole sequences leave a part of it by heads
     # biases and masks of positions, for all of them
-    **{name: ("seq2seq-lm", "cp2") for name in ("t5", "t5gemma", "m2m_100")},
-    **{name: ("masked-lm", "cp2") for name in ("layoutlm", "mpnet")},
-    **{name: ("causal-lm", "cp2") for name in ("git", "mpt")},
+    **dict.fromkeys(("t5", "t5gemma", "m2m_100"), ("seq2seq-lm", "cp2")),
+    **dict.fromkeys(("layoutlm", "mpnet"), ("masked-lm", "cp2")),
+    **dict.fromkeys(("git", "mpt"), ("causal-lm", "cp2")),
     "longt5": ("seq2seq-lm", "tp2"),  # biases of positions have gradients; blocks before heads
     "ctrl": ("causal-lm", "pp2"),  # assigns a buffer anew
     "mobilebert": ("masked-lm", "tp2"),  # its values are of another tensor than queries and keys
