@@ -271,7 +271,7 @@ ADVICE: dict[str, Advice] = {
     "positionwise": Advice(
         replace(token_net(LAYERS), loss=unmarked),
         "cp2",
-        "Mark it with @weft.losses.positionwise if it is, or use weft.losses.next_token",
+        "Mark it with @weft.losses.positionwise if it is one, or use weft.losses.next_token",
         {
             "cp2": lambda subject, text: replace(subject, loss=marked),
             "cp2+gather": lambda subject, text: replace(subject, loss=next_token),

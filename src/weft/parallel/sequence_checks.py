@@ -120,8 +120,8 @@ def _unmarked(
         return problem, "{others}; if dim 1 is a sequence, mark the loss @weft.losses.positionwise"
     return (
         f"the loss is not known to be a sum over positions, and {axis} parts them",
-        "mark it with @weft.losses.positionwise if it is, or use weft.losses.next_token; of a"
-        " loss that has no positions, {others}",
+        "mark it with @weft.losses.positionwise if it is one, or use weft.losses.next_token;"
+        " otherwise {others}",
     )
 
 
