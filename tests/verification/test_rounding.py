@@ -158,6 +158,15 @@ def test_rounding_that_grows_is_no_alarm(pool: Any) -> None:
     assert '"widened"' in report.json()
 
 
+def test_a_model_that_is_made_apart_for_one_device_is_moved_too() -> None:
+    case = growing()
+    reference = run_reference(case, STEPS)
+    apart = replace(case, build_plain=case.build)
+    measured = measure_rounding(apart, "dp2", reference)
+    assert measured == measure_rounding(case, "dp2", reference)
+    assert max(measured.values()) > 1e-9
+
+
 def test_the_command_measures_it() -> None:
     report = verify_case(growing(), ["tp2"], STEPS)
     assert report.passed, report.text()

@@ -73,6 +73,24 @@ def test_what_an_optimizer_keeps_is_no_alarm(optimizer: str, staleness: int) -> 
     assert report.passed, report.text()
 
 
+CENTRED = {"lr": 1e-2, "centered": True, "momentum": 0.9}
+
+
+def test_rounding_that_grows_is_no_alarm(pool: Pool) -> None:
+    """A centred RMSprop divides by the root of a difference of nearly equal numbers."""
+    case = replace(case_of(), optimizer=make_optimizer("rmsprop", **CENTRED))
+    result = pool.run(replayed, case, "dp2", world=2)[0]
+    assert result.passed, result
+    assert result.widened and max(result.beyond.values()) > 1e-9, result
+
+
+def test_a_fault_is_seen_beside_rounding_that_grows(pool: Pool) -> None:
+    case = replace(case_of(), optimizer=make_optimizer("rmsprop", **CENTRED))
+    fault = Mutant(SERVERS, STEP, "p.grad = view if", "p.grad = view * (1 + 1e-7) if")
+    result = pool.run(replayed, case, "dp2", fault, world=2)[0]
+    assert not result.passed, result
+
+
 SERVERS = "weft.engine.replica_sync.async_parameter_server"
 STEP, RELEASE = "ParameterServer._step", "ParameterServer._release"
 MUTANTS: dict[str, tuple] = {

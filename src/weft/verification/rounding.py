@@ -3,7 +3,7 @@ few roundings away. Where a run amplifies that, its numbers are held to it, not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -41,7 +41,7 @@ def errors_beyond(errors: Mapping[str, Errors], found: list[Difference], bounds:
     everyone = gather_json([mine, other])
     if any(other for _, other in everyone):
         return {}
-    largest = _largest(beyond for beyond, _ in everyone)
+    largest = largest_errors(beyond for beyond, _ in everyone)
     may_be = all(error < MOST or from_rounding(name) for name, error in largest.items())
     return largest if may_be else {}
 
@@ -60,13 +60,12 @@ def measure_rounding(case: Case, layout: str, reference: Reference) -> Errors:
     weights begin `ROUNDINGS` roundings away."""
     found = []
     for seed in range(RUNS):
-        other = replace(case, build=partial(_nearby, case.build, seed), build_deferred=None)
-        steps = len(reference.losses)
+        other, steps = nearby(case, seed), len(reference.losses)
         again = run_replicas(other, layout, steps) if reference.replicas else None
         ours = again.replicas if again is not None else (run_reference(other, steps),)
         pairs = zip(reference.replicas or (reference,), ours, strict=True)
         found += [_errors_between(one, another) for one, another in pairs]
-    return _largest(found)
+    return largest_errors(found)
 
 
 def within_rounding(result: LayoutResult, measured: Errors) -> LayoutResult:
@@ -80,6 +79,12 @@ def within_rounding(result: LayoutResult, measured: Errors) -> LayoutResult:
     if not all(error < bounds[name] for name, error in result.beyond.items()):
         return result
     return replace(result, first=None, widened=bounds)
+
+
+def nearby(case: Case, seed: int) -> Case:
+    """The case, of which one device begins with weights that are `ROUNDINGS` roundings away."""
+    build = partial(_nearby, case.build_plain or case.build, seed)
+    return replace(case, build=build, build_plain=None, build_deferred=None)
 
 
 def _nearby(build: Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -107,16 +112,22 @@ def _errors_between(one: Reference, other: Reference) -> Errors:
             error = tensor_error(got, parts, want, floor)
             found[f"gradient of {name} at step {step}"] = error
     noise = noise_of(one, bounds)
-    for when, got, want in (
-        ("after step 0", other.updated | other.buffers, one.updated | one.buffers),
-        ("after the last step", other.final, one.final),
-    ):
-        errors = saved_state_errors(got, want, one.updated.keys(), noise, bounds)
-        found |= {f"{name} {when}": error for name, error in errors.items()}
-    return found
+    updated = other.updated | other.buffers, one.updated | one.buffers
+    errors = saved_state_errors(*updated, one.updated.keys(), noise, bounds)
+    found |= {f"{name} after step 0": error for name, error in errors.items()}
+    return found | final_errors(one, other, one.updated.keys(), bounds)
 
 
-def _largest(found: Iterable[Errors]) -> Errors:
+def final_errors(
+    one: Reference, other: Reference, weights: Collection[str], bounds: Bounds
+) -> Errors:
+    """How far what one device has in the end is from what it has in another run."""
+    errors = saved_state_errors(other.final, one.final, weights, noise_of(one, bounds), bounds)
+    return {f"{name} after the last step": error for name, error in errors.items()}
+
+
+def largest_errors(found: Iterable[Errors]) -> Errors:
+    """Of errors with the same name the largest."""
     largest = Errors()
     for errors in found:
         for name, error in errors.items():

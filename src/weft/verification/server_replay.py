@@ -4,7 +4,7 @@ applied gradients and gave weights, and one device does the same, one update aft
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
@@ -13,10 +13,12 @@ from torch import Tensor
 
 from weft.core import (
     AsyncServers,
+    Chunk,
     ConfigError,
     Plan,
     chunks_of,
     gather_json,
+    whole_shard,
 )
 from weft.engine import AsyncServerReplicas, TrainingEngine, UpdateOrder
 from weft.launch import Watchdog
@@ -25,13 +27,21 @@ from weft.nn import is_whole_batch
 from .case import Case
 from .codec_definitions import codec_bounds, describe_codec
 from .compare import build, hang_s, make_engine, merge_ranks, order_of, set_trial_aside
-from .difference import Difference
+from .difference import Bounds, Difference
 from .layout_result import LayoutResult
 from .plain.draw_laws import DrawLaws, seed_faults
 from .plain.servers import ServedState
 from .plain_run import PlainRun
 from .reference import Reference, final_state, norms_of
 from .replica_reference import cases_of_replicas
+from .rounding import (
+    RUNS,
+    errors_beyond,
+    final_errors,
+    largest_errors,
+    nearby,
+    within_rounding,
+)
 from .server_definition import (
     PlainWorker,
     begin_servers,
@@ -42,6 +52,8 @@ from .server_definition import (
 from .tensor_errors import error_ratio, state_errors, tensor_error
 
 Grads = dict[str, Tensor]
+Step = tuple[float, Grads, Grads]  # loss, gradients, and weights afterwards
+Replayed = tuple[Reference, list[Grads]]  # what a replica did, and its weights after each step
 STEPS = 8  # at least: in which workers come to overtake one another
 SLOW_S = 1.0  # at most, for a step of a worker that is slow
 
@@ -72,7 +84,7 @@ def check_replayed(case: Case, layout: str, reference: Reference) -> LayoutResul
     replicas = engine.replicas
     assert isinstance(replicas, AsyncServerReplicas)
     replicas.order = []
-    took: list[tuple[float, Grads, Grads]] = []  # loss, gradients, and weights afterwards
+    took: list[Step] = []
     with Watchdog(hang_s(case, layout, reference)) as watchdog:
         for step in range(steps):
             batch = case.batch_of(step, engine.data_rank, engine.data_size)
@@ -91,8 +103,11 @@ def check_replayed(case: Case, layout: str, reference: Reference) -> LayoutResul
         [(str(what), int(who)) for what, who in one] for one in gather_json(replicas.order)
     ]
     with torch.random.fork_rng([]):
-        own, after = _replay(case, plan, orders, steps)[replicas.index]
-    result = _compared(engine, own, after, case, took, layout)
+        replayed = _replay(case, plan, orders, steps)
+        own, after = replayed[replicas.index]
+        result = _compared(engine, own, after, case, took, layout)
+        if result.beyond and case.bounds == Bounds():
+            result = within_rounding(result, _rounding(case, plan, orders, replayed))
     engine.leave()
     return replace(result, definition=reference.definition)
 
@@ -102,12 +117,39 @@ def _compared(
     own: Reference,
     after: Sequence[Grads],
     case: Case,
-    took: Sequence[tuple[float, Grads, Grads]],
+    took: Sequence[Step],
     layout: str,
 ) -> LayoutResult:
+    bounds = case.bounds
+    parts = {name: chunks_of(engine.segments(name)) for name in engine.params}
+    errors, differences = _step_errors(own, after, took, parts, bounds)
+    last, problem = state_errors(engine, own, bounds)
+    errors["weight"] |= last
+    problem = "; ".join(own.broken) or problem
+    first = min(differences, key=order_of, default=None)
+    together = merge_ranks(layout, (errors, first, problem, {}, {}))
+    together = replace(together, beyond=errors_beyond(errors, differences, bounds))
+    return replace(together, steps=len(took), bounds=bounds, apart=True)
+
+
+def _step_errors(
+    own: Reference,
+    after: Sequence[Grads],
+    took: Sequence[Step],
+    parts: Mapping[str, tuple[Chunk, ...]],
+    bounds: Bounds,
+) -> tuple[dict[str, dict[str, float]], list[Difference]]:
+    """Errors by kind and name, and those that are too large, of what a replica did in each step.
+
+    Args:
+        own: what it does by the definition.
+        after: its weights after each step by the definition.
+        took: what it did.
+        parts: of each weight that it holds.
+        bounds: within which both are equal.
+    """
     errors: dict[str, dict[str, float]] = {"loss": {}, "gradient": {}, "weight": {}}
     differences: list[Difference] = []
-    bounds = case.bounds
     for step, (loss, grads, weights) in enumerate(took):
         if step >= min(len(own.losses), len(after)):
             break  # the servers' order ends here, which a law has named
@@ -127,17 +169,26 @@ def _compared(
                     continue
                 what, error = f"{kind} of {name} in step {step}", inf
                 if name in have and name in wanted:
-                    parts = chunks_of(engine.segments(name))
-                    error = tensor_error(have[name], parts, wanted[name], least)
+                    error = tensor_error(have[name], parts[name], wanted[name], least)
                 errors[kind][what] = error
                 if not error < getattr(bounds, kind):
                     differences.append(((step, kind, place), what))
-    last, problem = state_errors(engine, own, bounds)
-    errors["weight"] |= last
-    problem = "; ".join(own.broken) or problem
-    first = min(differences, key=order_of, default=None)
-    together = merge_ranks(layout, (errors, first, problem, {}, {}))
-    return replace(together, steps=len(took), bounds=bounds, apart=True)
+    return errors, differences
+
+
+def _rounding(
+    case: Case, plan: Plan, orders: Sequence[UpdateOrder], replayed: Sequence[Replayed]
+) -> dict[str, float]:
+    """How far replays whose weights begin a few roundings away come from this one, at most."""
+    found, steps = [], len(replayed[0][1])
+    for seed in range(RUNS):
+        again = _replay(nearby(case, seed), plan, orders, steps)
+        for (own, after), (other, others) in zip(replayed, again, strict=True):
+            took = [*zip(other.losses, other.gradients, others, strict=True)]
+            parts = {n: whole_shard(n, w).chunks for n, w in others[0].items()}
+            errors, _ = _step_errors(own, after, took, parts, case.bounds)
+            found += [*errors.values(), final_errors(own, other, own.parameters, case.bounds)]
+    return largest_errors(found)
 
 
 # ---- the same on one device ----------------------------------------------------------------------
@@ -168,9 +219,7 @@ class _Worker:
         self.after.append({n: p.detach().clone() for n, p in self.run.params.items()})
 
 
-def _replay(
-    case: Case, plan: Plan, orders: Sequence[UpdateOrder], steps: int
-) -> list[tuple[Reference, list[Grads]]]:
+def _replay(case: Case, plan: Plan, orders: Sequence[UpdateOrder], steps: int) -> list[Replayed]:
     """The run of each replica, and its weights after each step, by the orders of the servers."""
     cases, laws = cases_of_replicas(case, plan), DrawLaws()
     runs = [PlainRun(each, in_microbatches=True) for each in cases]
