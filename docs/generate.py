@@ -66,6 +66,8 @@ IMAGES = {
     ),
 }
 
+ARCHITECTURE = ("architecture.md", "architecture.zh.md")  # pages with a list of packages
+
 # The faces that scripts use. None: every name of the face; else these names alone, because the
 # rest of the face is for other packages of weft.
 FACES: dict[str, tuple[str, ...] | None] = {
@@ -113,7 +115,7 @@ def pages() -> dict[str, str]:
         "reference/modules.md": modules_page(),
     }
     found |= {path: draw(command) for path, command in IMAGES.items()}
-    return found | {"architecture.md": architecture_page()}
+    return found | {name: with_packages(name) for name in ARCHITECTURE}
 
 
 def outdated() -> dict[str, str]:
@@ -144,9 +146,9 @@ def packages() -> dict[str, str]:
     return dict(reversed(house.ORDER.items()))
 
 
-def architecture_page() -> str:
-    """docs/architecture.md with the packages."""
-    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+def with_packages(name: str) -> str:
+    """A page of ARCHITECTURE with the packages."""
+    page = (DOCS / name).read_text(encoding="utf-8")
     before, begin, rest = page.partition("<!-- packages:begin -->")
     _, end, after = rest.partition("<!-- packages:end -->")
     width = max(map(len, packages()))
