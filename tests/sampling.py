@@ -7,7 +7,8 @@ Two marks, both for tests that are many or long, never for the only test of some
   in which every word of every case's name occurs: every axis, option, schedule, codec and model at
   least once, but not each with each. `grid(n)`: n of these cases, where each takes long.
 
-CI (`./test.sh --slow`) runs the slow tests too, and of a `grid(n)` all cases that a word needs.
+CI (`./test.sh --slow`) runs the slow tests too, and of a `grid(n)` all cases that a word needs; of
+a `grid(n, ci=m)`, where these would take minutes, m of them.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ def words(case: str) -> set[str]:
     return set(filter(None, re.split(r"[-.+\s]", case)))
 
 
-def cover(cases: Sequence[str]) -> list[int]:
-    """Indices of few cases whose words are all words, in order: greedy, the first of equally
-    good ones."""
+def cover(cases: Sequence[str], most: int | None = None) -> list[int]:
+    """Indices of few cases whose words are all words, in order, or of the `most` that have the most
+    of them: greedy, the first of equally good ones."""
     missing = set().union(*map(words, cases)) if cases else set()
-    taken = []
-    while missing:
+    taken: list[int] = []
+    while missing and (most is None or len(taken) < most):
         best = max(range(len(cases)), key=lambda i: (len(words(cases[i]) & missing), -i))
         taken.append(best)
         missing -= words(cases[best])
@@ -42,9 +43,9 @@ def sample(items: Sequence[Any], slow: bool) -> tuple[list[Any], list[Any]]:
             grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
     chosen = set()
     for cases in grids.values():
-        most = () if slow else cases[0].get_closest_marker("grid").args
-        covering = cover([case.callspec.id for case in cases])
-        chosen |= {cases[i].nodeid for i in covering[: most[0] if most else None]}
+        mark = cases[0].get_closest_marker("grid")
+        most = mark.kwargs.get("ci") if slow else next(iter(mark.args), None)
+        chosen |= {cases[i].nodeid for i in cover([case.callspec.id for case in cases], most)}
     kept, left_out = [], []
     for item in items:
         in_grid = item.nodeid.partition("[")[0] in grids

@@ -16,3 +16,10 @@ def test_every_word_occurs_in_the_sample() -> None:
     assert set().union(*map(words, taken)) == set().union(*map(words, cases))
     assert "a-dp2" not in taken and "a-pp2.dp2" in taken  # what has more words comes first
     assert cover([]) == []
+
+
+def test_fewer_are_those_with_the_most_words() -> None:
+    cases = ["a-dp2", "a-pp2.dp2", "b-tp2.cp2", "b-dp2"]
+    assert cover(cases, 1) == [1]
+    assert cover(cases, 2) == [1, 2]
+    assert cover(cases, 9) == cover(cases)

@@ -94,6 +94,7 @@ SUMMED = {"gather + matmul": 2, "scatter": 2}
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.grid(1, ci=1)
 @pytest.mark.parametrize(
     ("name", "layout", "options", "backward"),
     [

@@ -185,6 +185,7 @@ def test_no_candidate_comes_twice() -> None:
     assert len(np.unique(np.stack(columns, 1), axis=0)) == len(found)
 
 
+@pytest.mark.grid(1, ci=2)
 @pytest.mark.parametrize(
     ("routed", "world", "without"), [(False, 4, ""), (True, 4, "pp"), (False, 8, "pp")]
 )
@@ -415,7 +416,7 @@ def test_where_nothing_fits_the_nearest_comes_first() -> None:
     assert over[0] == min(over) > 0
 
 
-@pytest.mark.grid(1)
+@pytest.mark.grid(1, ci=1)
 @pytest.mark.parametrize("devices", [14, 19, 34])
 def test_fewer_where_all_devices_cannot_be_used(devices: int) -> None:
     """As fast as on any number of them, of all that weft could use, a hundredth apart."""
