@@ -219,7 +219,7 @@ def test_what_goes_wrong_in_a_server_is_said(pool: Pool) -> None:
         pool.run(broken_server, world=2)
 
 
-@pytest.mark.grid(1)
+@pytest.mark.grid(1, ci=1)
 @pytest.mark.parametrize("codec", ["int8", "topk", "powersgd"])
 def test_it_learns_in_every_codec(tmp_path: Path, pool: Pool, codec: str) -> None:
     table = {"name": "parameter_server", "staleness": 2, "servers": 2, "codec": codec}

@@ -74,7 +74,7 @@ def steps_of(folder: Path) -> list[int]:
     )
 
 
-@pytest.mark.grid(1)
+@pytest.mark.grid(1, ci=1)
 @pytest.mark.parametrize("axes", ["dp2", "pp2"])
 def test_ranks_that_are_killed_cost_nothing_but_time(tmp_path: Path, axes: str) -> None:
     """At moments drawn at random, while checkpoints are written too."""
@@ -101,7 +101,7 @@ def test_ranks_that_are_killed_cost_nothing_but_time(tmp_path: Path, axes: str) 
     )
 
 
-@pytest.mark.grid(1)
+@pytest.mark.grid(1, ci=1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_run_that_is_told_to_stop_says_that_it_goes_on(
     tmp_path: Path, number: signal.Signals
@@ -220,7 +220,7 @@ def test_what_is_said_of_a_hang() -> None:
     assert what + "all have begun it" in hang_report({0: here, 1: here, 2: here}, 3, 5)
 
 
-@pytest.mark.grid(1)
+@pytest.mark.grid(1, ci=1)
 @pytest.mark.parametrize("what", ["index", "rank"])
 def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(tmp_path: Path, what: str) -> None:
     with begun(tmp_path, "dp2") as process:

@@ -72,6 +72,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.grid(2, ci=3)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_fault_is_seen(defined: list[TrainingDefinition], tmp_path: Path, name: str) -> None:
     with mutated(Mutant(*MUTANTS[name])):

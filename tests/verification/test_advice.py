@@ -443,7 +443,7 @@ def test_followed(pool: Any, name: str) -> None:
     follow(pool, ADVICE[name])
 
 
-@pytest.mark.grid
+@pytest.mark.grid(6, ci=6)
 @pytest.mark.parametrize("name", OF_FAMILIES)
 def test_followed_in_a_family(pool: Any, name: str) -> None:
     pytest.importorskip("transformers")
