@@ -16,7 +16,7 @@ from weft.core.data_order import zigzag_spans
 from weft.engine.context_parallel.counts_by_size import CountsBySize
 from weft.engine.context_parallel.followed_shapes import FollowedShapes
 from weft.engine.context_parallel.known_sequences import KnownSequences, OnWholes
-from weft.engine.context_parallel.whole_marks import set_whole, whole_of
+from weft.engine.context_parallel.whole_marks import dims_of_positions, set_whole, whole_of
 
 SAMPLES, LENGTH, RANKS = 3, 16, 2
 TABLE = nn.Parameter(torch.randn(LENGTH + 4, 5))
@@ -285,7 +285,7 @@ def test_sizes_that_are_no_positions_stay() -> None:
 
     found, known = here(1, padded(), forward)
     assert found[0].tolist() == [*range(here_now)] and torch.equal(found[1], 2 * table)
-    assert not any(whole_of(x) is not None or known.rows(x) is not None for x in found)
+    assert not any(dims_of_positions(x) or known.rows(x) is not None for x in found)
 
 
 @pytest.mark.parametrize("size", [LENGTH // RANKS + 1, LENGTH])

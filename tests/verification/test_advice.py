@@ -358,7 +358,7 @@ OF_FAMILIES: dict[str, Advice] = {
         name: Advice(
             of_family(name, "image-text-to-text"),
             "cp2",
-            r"^layout = 'cp2': model does not run on a part .* Use dp or fsdp\.$",
+            r"splitting the sequence .* Use dp or fsdp, or let",
             on("dp2", "fsdp2"),
         )
         for name in ("paligemma", "gemma3")
@@ -378,13 +378,13 @@ OF_FAMILIES: dict[str, Advice] = {
     "longformer": Advice(
         of_family("longformer", "masked-lm"),
         "cp2",
-        r"computes with the attention mask, .* Use dp or fsdp\.$",
+        r"does not run on a part of the positions: .* Use dp or fsdp\.$",
         on("dp2", "fsdp2"),
     ),
     "prophetnet": Advice(
         of_family("prophetnet"),
         "cp2",
-        r"or not\. If it is not, give the model another length of sequence; else use dp or fsdp\.$",
+        r"does not run with what else enters it, .* Use dp or fsdp\.$",
         on("dp2", "fsdp2"),
     ),
     "switch_transformers-dropout": Advice(

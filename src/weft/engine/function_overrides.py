@@ -57,6 +57,7 @@ from .context_parallel.sequence import ContextParallel
 from .context_parallel.transformers_interfaces import eager_attention_by, mask_rules
 from .context_parallel.whole_marks import (
     dims_of_positions,
+    is_alike,
     is_marked,
     set_whole_shape,
     whole_of,
@@ -169,18 +170,7 @@ class FunctionOverrides(TorchFunctionMode):
             if "train" in kwargs:  # torch.dropout's own name for it
                 kwargs = {**kwargs, "training": kwargs["train"]}
                 del kwargs["train"]
-            if known is None:  # no graph reads marks
-                return self._dropout(func, *args, **kwargs)
-            given = args[0] if args else kwargs["input"]
-            rows = self.randomness.rows
-            if rows is not None and is_marked(given) and not dims_of_positions(given):
-                # as many of something else as positions here are none of these
-                self.randomness.rows = None
-                if any(size % len(rows) == 0 for size in given.shape):
-                    known.use()
-            dropped = self._dropout(func, *args, **kwargs)
-            self.randomness.rows = rows
-            return known.mark(dropped, func, args, kwargs)
+            return self._dropout(known, func, *args, **kwargs)
         if known is not None:
             return known(func, args, kwargs)
         return func(*args, **kwargs) if counts is None else counts(func, args, kwargs)
@@ -196,6 +186,7 @@ class FunctionOverrides(TorchFunctionMode):
 
     def _dropout(
         self,
+        known: KnownSequences | None,
         func: Callable,
         input: Tensor,
         p: float = 0.5,
@@ -204,8 +195,31 @@ class FunctionOverrides(TorchFunctionMode):
     ) -> Tensor:
         if not training or p == 0.0:
             return input
-        dropped = self._dropped(func, input, p)
-        return input.copy_(dropped) if inplace else dropped
+        if known is None:  # no graph reads marks
+            dropped = self._dropped(func, input, p)
+            return input.copy_(dropped) if inplace else dropped
+        rows, self.randomness.rows = self.randomness.rows, self._rows_of(input, known)
+        try:
+            dropped = self._dropped(func, input, p)
+        finally:
+            self.randomness.rows = rows
+        return known.mark(input.copy_(dropped) if inplace else dropped, func, (input, p), {})
+
+    def _rows_of(self, given: Tensor, known: KnownSequences) -> Tensor | None:
+        """The positions of which `given` may have a row each."""
+        rows = self.randomness.rows
+        if rows is None or not (is_marked(given) or is_alike(given)):
+            return rows
+        dims = dims_of_positions(given)
+        if 0 in dims and len(self.randomness.samples) > 1 and len(given) == len(rows):
+            problem = f"its dim 0 counts positions: a mask of {list(whole_shape(given))} for all"
+            problem += " samples, of which each rank would draw others"
+            raise UnsupportedModel("dropout", list(given.shape), problem, "use dp or fsdp")
+        if dims:
+            return rows
+        if any(size % len(rows) == 0 for size in given.shape):
+            known.use()
+        return None  # as many of something else as positions here are none of these
 
     def _dropped(self, func: Callable, input: Tensor, p: float) -> Tensor:
         site = self._site(p)
@@ -320,8 +334,7 @@ class FunctionOverrides(TorchFunctionMode):
         assert self.sequence is not None
         keep = _factors(self.randomness, dropout) if dropout > 0.0 else None
         out = self._attend(partial(self.sequence.attention, keep=keep), args, kwargs)
-        query = args[0] if args else kwargs["query"]
-        return set_whole_shape(out, (*whole_shape(query)[:-1], out.shape[-1]))
+        return set_whole_shape(out, (*out.shape[:2], self.sequence.now.length, out.shape[-1]))
 
     def _attend(self, core: Callable, args: tuple, kwargs: dict) -> Tensor:
         if self.selective and torch.is_grad_enabled():

@@ -16,20 +16,11 @@ ARITHMETIC = {
     *("add", "sub", "rsub", "mul", "div", "truediv", "rtruediv", "true_divide", "floordiv", "pow"),
     *("rpow", "floor_divide", "mod", "remainder", "fmod", "clamp", "clamp_min", "clamp_max"),
     *("eq", "ne", "lt", "le", "gt", "ge", "radd", "rmul", "divide", "multiply", "subtract"),
+    *("where", "masked_fill", "fill", "index_fill", "and", "or", "xor"),
 }
 _OF_EACH_ELEMENT = ARITHMETIC | {
-    *("neg", "abs", "exp", "log", "sin", "cos", "sqrt", "rsqrt", "reciprocal", "invert", "and"),
-    *(
-        "or",
-        "xor",
-        "logical_not",
-        "logical_and",
-        "logical_or",
-        "where",
-        "masked_fill",
-        "to",
-        "type",
-    ),
+    *("neg", "abs", "exp", "log", "sin", "cos", "sqrt", "rsqrt", "reciprocal", "invert"),
+    *("logical_not", "logical_and", "logical_or", "to", "type"),
     *("type_as", "float", "double", "half", "bfloat16", "long", "int", "bool", "clone", "detach"),
     *("contiguous", "expand", "expand_as", "unsqueeze", "transpose", "permute", "zeros_like"),
     *("ones_like", "cpu", "cuda"),

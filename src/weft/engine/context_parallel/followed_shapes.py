@@ -19,6 +19,7 @@ from .position_counts import PositionCount, whole_number
 from .whole_marks import is_plain, set_whole_shape, tensors_of, whole_shape
 
 Shapes = list[tuple[int, ...]]
+MOST = 20_000  # calls whose shapes are kept: a number that changes with each step makes others
 
 # functions that may run where tensors without elements do not: on another device, or with a tensor
 # of which nothing is known, whose dims beside one of positions are of positions too
@@ -59,6 +60,8 @@ class FollowedShapes:
         except TypeError:  # an argument has no hash
             return _run(func, args, kwargs, whole)
         if not known:
+            if len(self._found) == MOST:
+                self._found.clear()
             self._found[key] = _run(func, args, kwargs, whole)
         return self._found[key]
 

@@ -31,8 +31,10 @@ from .whole_marks import (
     Whole,
     dims_of_positions,
     forget_values,
+    is_alike,
     is_marked,
     is_plain,
+    set_alike,
     set_whole,
     set_whole_shape,
     tensors_of,
@@ -53,7 +55,10 @@ _READS = {
     *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.is_nonzero, Tensor.__contains__),
     *(Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__),
 }
-_LOOKS_UP = {F.embedding, Tensor.__getitem__, torch.index_select, Tensor.index_select}
+_LOOKS_UP = {
+    *(F.embedding, Tensor.__getitem__, torch.index_select, Tensor.index_select),
+    *(torch.gather, Tensor.gather, torch.take_along_dim, Tensor.take_along_dim),
+}
 _DUNDERS_IN_PLACE = {
     *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__"),
     *("__iand__", "__ior__", "__ixor__", "__ipow__", "__imod__"),
@@ -93,6 +98,8 @@ class KnownSequences:
 
     def __call__(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """What `func` gives for this rank's positions, known for all where its arguments are."""
+        if func is Tensor.__iter__:
+            return iter(self(Tensor.unbind, args, kwargs))
         name = getattr(func, "__name__", "")
         if name == "__get__" or func in _SIZES:
             found = func(*args, **kwargs)
@@ -103,21 +110,23 @@ class KnownSequences:
             self.use()
             args, kwargs = _changed((args, kwargs), self._unfolded)
             tensors = [*tensors_of((args, kwargs))]
+        if func in _CONSTANTS and "out" not in kwargs:
+            return self._constant(func, args, kwargs)
         counted = _counts((args, kwargs))
         if not counted and not any(is_marked(x) for x in tensors):
-            return func(*args, **kwargs)
+            return self._of_no_position(func, args, kwargs, tensors)
         if name == "__set__" or _has_effects(func):  # once, and nobody knows what it writes
             for x in tensors:
                 forget_values(x)
             return func(*args, **kwargs)
-        if func in _CONSTANTS:
-            return self._constant(func, args, kwargs)
         if counted and name.strip("_") in ARITHMETIC:
             self.use()
             args, kwargs = _changed((args, kwargs), whole_number)
         known = [x for x in tensors if whole_of(x) is not None]
         if name in _DUNDERS_IN_PLACE or (name.endswith("_") and not name.endswith("__")):
-            return self._in_place(func, args, kwargs)
+            return self._in_place(args[0], func, args, kwargs)
+        if whole_of(kwargs.get("out")) is not None:
+            return self._in_place(kwargs["out"], func, args, kwargs)
         if func in _READS and len(known) == len(tensors):
             self.use()
             return func(*_wholes(args), **_wholes(kwargs))
@@ -132,6 +141,8 @@ class KnownSequences:
             except _NO_WHOLE:
                 pass  # of other sizes than positions
             else:
+                if self._is_the_part(part, whole, func, args, kwargs):
+                    return set_whole(part, whole)
                 found = self._joined(part, whole)
                 if not self._same_unfollowed(found, func, args, kwargs):
                     self.use()
@@ -187,10 +198,25 @@ class KnownSequences:
                 args = *args[:-1], fill
         made: Tensor = func(*args, **kwargs)
         shapes = self._shapes.shapes(func, args, kwargs)
-        if shapes is None or shapes[0] == made.shape:
+        if shapes is None:
             return made
+        if shapes[0] == made.shape:
+            return set_alike(made)
         options = {"dtype": made.dtype, "device": made.device}
         return set_whole(made, Whole(shapes[0], partial(torch.full, shapes[0], fill, **options)))
+
+    def _of_no_position(
+        self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> Any:
+        """Constants, and what is made of them alone, are known."""
+        found = func(*args, **kwargs)
+        if func is torch.arange and not self._same_unfollowed(found, func, args, kwargs):
+            self.use()
+        if all(map(is_alike, tensors)) and not _has_effects(func):
+            for x in tensors_of(found):
+                if is_plain(x) and not x.requires_grad:
+                    set_alike(x)
+        return found
 
     def _unfolded(self, x: Any) -> Any:
         if not _stands_for_a_mask(x):
@@ -228,8 +254,11 @@ class KnownSequences:
         except RuntimeError:
             return False
 
-    def _in_place(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        target, rest = args[0], [*tensors_of((args[1:], kwargs))]
+    def _in_place(
+        self, target: Tensor, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        """`target`: the argument that the function changes."""
+        rest = [x for x in tensors_of((args, kwargs)) if x is not target]
         whole = whole_of(target)
         if whole is None:
             made = func(*args, **kwargs)
@@ -237,21 +266,38 @@ class KnownSequences:
             if any(is_marked(x) and whole_of(x) is None for x in rest) and is_plain(target):
                 set_whole_shape(target, whole_shape(target))  # it holds activations now
             return made
-        self.use()
-        places = _wholes(args), _wholes(kwargs)
-        made = func(*args, **kwargs)
         if target.requires_grad or any(x.ndim and whole_of(x) is None for x in rest):
+            made = func(*args, **kwargs)
             forget_values(target)  # or the part's gradient would be that of a step on the part
             return made
+        self.use()
+        base, changed = target._base, whole.tensor
+        more, named = _changed((args, kwargs), lambda x: changed if x is target else _whole(x))
+        made = func(*args, **kwargs)
         try:
-            func(*places[0], **places[1])
+            func(*more, **named)
         except _NO_WHOLE:
             forget_values(target)
             return made
-        if self._exact(target, whole.shape):
-            with torch.no_grad():
-                target.copy_(self._cut(whole.tensor, dims_of_positions(target)))
+        with torch.no_grad():
+            if self._exact(target, whole.shape):
+                target.copy_(self._cut(changed, dims_of_positions(target)))
+            elif isinstance(base, Tensor) and (known := whole_of(base)) is not None:
+                # slices of a part are of other positions
+                base.copy_(self._cut(known.tensor, dims_of_positions(base)))
         return made
+
+    def _is_the_part(
+        self, part: Any, whole: Any, func: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> bool:
+        """Whether what was made of the part is the part of what was made for all positions: it
+        stays, for it may be a view."""
+        if not isinstance(part, Tensor) or not isinstance(whole, Tensor):
+            return False
+        if part.ndim != whole.ndim or part.shape == whole.shape:
+            return False
+        attribute = getattr(func, "__name__", "") == "__get__"  # as x.T or x.data
+        return (attribute or by_position(func, args, kwargs)) and self._exact(part, whole.shape)
 
     def _same_unfollowed(
         self, found: Any, func: Callable[..., Any], args: tuple, kwargs: dict
@@ -275,7 +321,10 @@ class KnownSequences:
         if not self._exact(part, whole.shape):
             return set_whole(part, whole)  # a slice, from which a sequence may come again
         dims = [d for d, (x, y) in enumerate(zip(part.shape, whole.shape, strict=True)) if x != y]
-        return set_whole(self._cut(whole, dims), whole)
+        mine = self._cut(whole, dims)
+        if part._base is not None and torch.equal(part, mine):
+            mine = part  # a view: what is written through it is to be seen
+        return set_whole(mine, whole)
 
     def _cut(self, whole: Tensor, dims: Iterable[int]) -> Tensor:
         for dim in dims:
@@ -305,14 +354,15 @@ def _with_counts(
     return found
 
 
+def _whole(x: Any) -> Any:
+    """What an argument of a function is with all positions."""
+    found = whole_of(x)
+    return whole_number(x) if found is None else found.tensor
+
+
 def _wholes(arguments: Any) -> Any:
     """Arguments of a function for all positions."""
-
-    def whole(x: Any) -> Any:
-        found = whole_of(x)
-        return whole_number(x) if found is None else found.tensor
-
-    return _changed(arguments, whole)
+    return _changed(arguments, _whole)
 
 
 def _has_effects(func: Callable[..., Any]) -> bool:
@@ -358,6 +408,6 @@ class OnWholes(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        if any(whole_of(x) is not None for x in tensors_of((args, kwargs))):
+        if any(is_marked(x) and whole_of(x) is not None for x in tensors_of((args, kwargs))):
             self._used()
         return func(*_wholes(args), **_wholes(kwargs or {}))

@@ -33,11 +33,12 @@ class PositionCount(int):
         return int, (int(self),)
 
     def __eq__(self, other: object) -> bool:
-        same = int(self) == other
-        if same and isinstance(other, PositionCount) and self.whole != other.whole:
+        here, whole = int(self) == _here(other), self.whole == whole_number(other)
+        # an integer of which nothing is known may be of a part, or of the whole, as a constant
+        found = whole or (here and not isinstance(other, PositionCount))
+        if found != here:
             self.used()
-            return False
-        return same
+        return found
 
     def __ne__(self, other: object) -> bool:
         return not self == other

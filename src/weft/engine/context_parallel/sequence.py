@@ -43,7 +43,7 @@ from .followed_forwards import FollowedForwards
 from .known_sequences import KnownSequences
 from .mask_rules import mask_placeholder, rule_of, whole_mask
 from .ring_attention import KeyBlocks, Span, attend_blocks
-from .whole_marks import set_whole, set_whole_shape, whole_of
+from .whole_marks import is_marked, set_whole, set_whole_shape, whole_of
 
 
 class MaskOfOwnKeys(UnsupportedModel):
@@ -179,11 +179,12 @@ class ContextParallel:
         if self.known is None:
             return
         for name in now.parted:
-            x = micro.arguments[name]
+            x, whole = micro.arguments[name], now.wholes.get(name)
+            if is_marked(x):
+                continue  # since its forward, which may have changed what it was given
             set_whole_shape(x, (x.shape[0], now.length, *x.shape[2:]))
-        for name, whole in now.wholes.items():
-            if name in micro.arguments:  # the model may change its own
-                set_whole(micro.arguments[name], whole.clone())
+            if whole is not None:
+                set_whole(x, whole.clone())
 
     def end(self) -> None:
         """What runs from now on has whole sequences."""

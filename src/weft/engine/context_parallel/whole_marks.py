@@ -45,10 +45,24 @@ def set_whole_shape(part: Tensor, shape: tuple[int, ...]) -> Tensor:
     return set_whole(part, Whole(shape))
 
 
+def set_alike(x: Tensor) -> Tensor:
+    """From now on `x` is known: it is of no position, and the same on every rank."""
+    x.weft_alike = True  # type: ignore[attr-defined]
+    return x
+
+
+def is_alike(x: Tensor) -> bool:
+    """Whether it is known to be of no position."""
+    return getattr(x, "weft_alike", False)
+
+
 def whole_of(part: Any) -> Whole | None:
-    """What this is a part of, where it is known on this rank."""
+    """What this is a part of, where it is known on this rank. Of no position: a copy, for others
+    may share its memory."""
     if not isinstance(part, Tensor):
         return None
+    if is_alike(part):
+        return Whole(tuple(part.shape), part.clone)
     whole, made_by = getattr(part, "weft_whole", (None, None))
     # an autograd.Function, as FSDP2 calls around a unit, gives its result a gradient afterwards,
     # which the whole one does not have
@@ -80,7 +94,10 @@ def dims_of_positions(part: Tensor) -> list[int]:
 
 def forget_values(part: Tensor) -> None:
     """What `part` holds is of this rank from now on; its shape stays."""
-    if hasattr(part, "weft_whole"):
+    if is_alike(part):
+        del part.weft_alike
+        set_whole_shape(part, tuple(part.shape))
+    elif hasattr(part, "weft_whole"):
         set_whole_shape(part, whole_shape(part))
 
 

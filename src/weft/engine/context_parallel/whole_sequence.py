@@ -21,7 +21,7 @@ from weft.parallel import dim_of_positions
 from ..whole_role import MixesPositions
 from .mask_rules import whole_mask
 from .sequence import ContextParallel, WholeSequence, on_the_part
-from .whole_marks import dims_of_positions, is_marked, set_whole_shape, whole_of
+from .whole_marks import dims_of_positions, is_alike, is_marked, set_whole_shape, whole_of
 
 
 def run_on_whole_sequences(model: nn.Module, plan: Plan, sequence: ContextParallel) -> None:
@@ -120,7 +120,7 @@ class _AroundForward:
 
     def _gathered(self, x: Any, length: int) -> Any:
         """All positions, in their order, of what has this rank's."""
-        if not isinstance(x, Tensor):
+        if not isinstance(x, Tensor) or is_alike(x):
             return x
         if x.is_meta and hasattr(x, "weft_pattern"):
             return whole_mask(x, torch.arange(length), length)
