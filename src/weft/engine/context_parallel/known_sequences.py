@@ -123,7 +123,7 @@ class KnownSequences:
             self.use()
             args, kwargs = _changed((args, kwargs), whole_number)
         known = [x for x in tensors if whole_of(x) is not None]
-        if name in _DUNDERS_IN_PLACE or (name.endswith("_") and not name.endswith("__")):
+        if _changes(func):
             return self._in_place(args[0], func, args, kwargs)
         if whole_of(kwargs.get("out")) is not None:
             return self._in_place(kwargs["out"], func, args, kwargs)
@@ -200,8 +200,8 @@ class KnownSequences:
         shapes = self._shapes.shapes(func, args, kwargs)
         if shapes is None:
             return made
-        if shapes[0] == made.shape:
-            return set_alike(made)
+        if shapes[0] == made.shape:  # a collective may write into an empty one, which is not seen
+            return made if "empty" in func.__name__ else set_alike(made)
         options = {"dtype": made.dtype, "device": made.device}
         return set_whole(made, Whole(shapes[0], partial(torch.full, shapes[0], fill, **options)))
 
@@ -210,12 +210,17 @@ class KnownSequences:
     ) -> Any:
         """Constants, and what is made of them alone, are known."""
         found = func(*args, **kwargs)
-        if func is torch.arange and not self._same_unfollowed(found, func, args, kwargs):
+        counts = self._counts if func is torch.arange else None
+        if counts is not None and not torch.equal(found, counts(func, args, kwargs)):
             self.use()
-        if all(map(is_alike, tensors)) and not _has_effects(func):
-            for x in tensors_of(found):
-                if is_plain(x) and not x.requires_grad:
-                    set_alike(x)
+        if _has_effects(func) or not all(map(is_alike, tensors)):
+            if _has_effects(func) or _changes(func) or "out" in kwargs:
+                for x in tensors:
+                    forget_values(x)
+            return found
+        for x in tensors_of(found):
+            if is_plain(x) and not x.requires_grad:
+                set_alike(x)
         return found
 
     def _unfolded(self, x: Any) -> Any:
@@ -269,6 +274,8 @@ class KnownSequences:
         if target.requires_grad or any(x.ndim and whole_of(x) is None for x in rest):
             made = func(*args, **kwargs)
             forget_values(target)  # or the part's gradient would be that of a step on the part
+            if any(is_marked(x) and whole_of(x) is None for x in rest):
+                set_whole_shape(target, whole_shape(target))
             return made
         self.use()
         base, changed = target._base, whole.tensor
@@ -363,6 +370,12 @@ def _whole(x: Any) -> Any:
 def _wholes(arguments: Any) -> Any:
     """Arguments of a function for all positions."""
     return _changed(arguments, _whole)
+
+
+def _changes(func: Callable[..., Any]) -> bool:
+    """Whether a function changes its first argument."""
+    name = getattr(func, "__name__", "")
+    return name in _DUNDERS_IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 def _has_effects(func: Callable[..., Any]) -> bool:

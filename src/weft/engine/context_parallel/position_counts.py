@@ -33,12 +33,11 @@ class PositionCount(int):
         return int, (int(self),)
 
     def __eq__(self, other: object) -> bool:
-        here, whole = int(self) == _here(other), self.whole == whole_number(other)
-        # an integer of which nothing is known may be of a part, or of the whole, as a constant
-        found = whole or (here and not isinstance(other, PositionCount))
-        if found != here:
+        same = int(self) == other
+        if same and isinstance(other, PositionCount) and self.whole != other.whole:
             self.used()
-        return found
+            return False
+        return same
 
     def __ne__(self, other: object) -> bool:
         return not self == other

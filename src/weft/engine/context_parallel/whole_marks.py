@@ -96,7 +96,6 @@ def forget_values(part: Tensor) -> None:
     """What `part` holds is of this rank from now on; its shape stays."""
     if is_alike(part):
         del part.weft_alike
-        set_whole_shape(part, tuple(part.shape))
     elif hasattr(part, "weft_whole"):
         set_whole_shape(part, whole_shape(part))
 
