@@ -540,7 +540,7 @@ def test_one_module_is_no_reason_to_refuse(pool: Any, name: str) -> None:
         assert "blocks.1.attention.out_proj.weight" in cut
 
 
-@pytest.mark.grid
+@pytest.mark.grid(8, ci=10)
 @pytest.mark.parametrize("name", DIVIDED)
 def test_a_family_needs_no_advice(pool: Any, name: str) -> None:
     pytest.importorskip("transformers")
