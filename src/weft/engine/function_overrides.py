@@ -198,28 +198,12 @@ class FunctionOverrides(TorchFunctionMode):
         if known is None:  # no graph reads marks
             dropped = self._dropped(func, input, p)
             return input.copy_(dropped) if inplace else dropped
-        rows, self.randomness.rows = self.randomness.rows, self._rows_of(input, known)
+        rows, self.randomness.rows = self.randomness.rows, _rows_of(self.randomness, input, known)
         try:
             dropped = self._dropped(func, input, p)
         finally:
             self.randomness.rows = rows
         return known.mark(input.copy_(dropped) if inplace else dropped, func, (input, p), {})
-
-    def _rows_of(self, given: Tensor, known: KnownSequences) -> Tensor | None:
-        """The positions of which `given` may have a row each."""
-        rows = self.randomness.rows
-        if rows is None or not (is_marked(given) or is_alike(given)):
-            return rows
-        dims = dims_of_positions(given)
-        if 0 in dims and len(self.randomness.samples) > 1 and len(given) == len(rows):
-            problem = f"its dim 0 counts positions: a mask of {list(whole_shape(given))} for all"
-            problem += " samples, of which each rank would draw others"
-            raise UnsupportedModel("dropout", list(given.shape), problem, "use dp or fsdp")
-        if dims:
-            return rows
-        if any(size % len(rows) == 0 for size in given.shape):
-            known.use()
-        return None  # as many of something else as positions here are none of these
 
     def _dropped(self, func: Callable, input: Tensor, p: float) -> Tensor:
         site = self._site(p)
@@ -385,6 +369,23 @@ class FunctionOverrides(TorchFunctionMode):
     def _shared(self) -> bool:
         """Whether this rank has a part of the sequences that run."""
         return self.sequence is not None and self.sequence.now.length > 0
+
+
+def _rows_of(randomness: Randomness, given: Tensor, known: KnownSequences) -> Tensor | None:
+    """The positions of which `given` may have a row each."""
+    rows = randomness.rows
+    if rows is None or not (is_marked(given) or is_alike(given)):
+        return rows
+    dims = dims_of_positions(given)
+    if 0 in dims and len(randomness.samples) > 1 and len(given) == len(rows):
+        problem = f"its dim 0 counts positions: a mask of {list(whole_shape(given))} for all"
+        problem += " samples, of which each rank would draw others"
+        raise UnsupportedModel("dropout", list(given.shape), problem, "use dp or fsdp")
+    if dims:
+        return rows
+    if any(size % len(rows) == 0 for size in given.shape):
+        known.use()
+    return None  # as many of something else as positions here are none of these
 
 
 def _factors(randomness: Randomness, p: float) -> Callable[..., Tensor]:
