@@ -291,7 +291,7 @@ def frozen(*parts: str) -> nn.Module:
 PARTS = [START[:3], START, START[3:]]  # a part of a stage, stages, in the midst
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(4, ci=8)
 @pytest.mark.parametrize(("layout", "parts"), in_turn(FROZEN, PARTS, 2))
 def test_frozen_parts(pool: Pool, layout: str, parts: tuple[str, ...]) -> None:
     subject = replace(STAGED["deep"], build=partial(frozen, *parts))

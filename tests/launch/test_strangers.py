@@ -152,6 +152,7 @@ def _same(folder: Path, once: dict[str, torch.Tensor]) -> bool:
     return other.keys() == once.keys() and all(torch.equal(once[n], other[n]) for n in once)
 
 
+@pytest.mark.grid(2, ci=3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_of_one_host(tmp_path: Path, stranger: Stranger, kind: str) -> None:
     axes, settings = KINDS[kind]
@@ -184,6 +185,7 @@ def elsewhere(log: Path, *arguments: str) -> Iterator[subprocess.Popen]:
             it.kill()
 
 
+@pytest.mark.grid(1, ci=1)
 @pytest.mark.parametrize("hosts", ["at the loopback", "at one address", "at two addresses"])
 def test_agents(
     tmp_path: Path, stranger: Stranger, monkeypatch: pytest.MonkeyPatch, hosts: str

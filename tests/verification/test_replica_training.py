@@ -85,7 +85,7 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
 }
 
 
-@pytest.mark.grid(3)
+@pytest.mark.grid(2, ci=4)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_fault_of_replicas_is_seen(
     defined: dict[str, TrainingDefinition], tmp_path: Path, name: str

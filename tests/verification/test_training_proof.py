@@ -176,7 +176,7 @@ MUTANTS: dict[str, tuple[str, str, str, str, str]] = {
 OF_ROLLBACK = {"losses forgotten by a checkpoint", "samples that are taken back come again"}
 
 
-@pytest.mark.grid(4)
+@pytest.mark.grid(2, ci=4)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_fault_of_training_is_seen(
     defined: list[TrainingDefinition], tmp_path: Path, name: str
