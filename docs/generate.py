@@ -1,5 +1,5 @@
 """Writes what the code can say about itself: docs/reference/*.md, docs/images/*.svg, and the list
-of packages in docs/architecture.md.
+of packages in docs/architecture.md and its translation.
 
     python docs/generate.py            # writes the files that are out of date
     python docs/generate.py --check    # names them, and ends with exit code 1 if there are any

@@ -186,7 +186,7 @@ def elsewhere(log: Path, *arguments: str) -> Iterator[subprocess.Popen]:
 
 
 @pytest.mark.grid(1, ci=1)
-@pytest.mark.parametrize("hosts", ["at the loopback", "at one address", "at two addresses"])
+@pytest.mark.parametrize("hosts", ["at two addresses", "at one address", "at the loopback"])
 def test_agents(
     tmp_path: Path, stranger: Stranger, monkeypatch: pytest.MonkeyPatch, hosts: str
 ) -> None:
