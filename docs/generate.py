@@ -192,6 +192,7 @@ def run_file_page() -> str:
         NOTICE,
         "",
         "A run file is TOML. `weft train RUN.toml --set TABLE.KEY=VALUE` overrides a key.",
+        'A table of one key fits on a line above the first table: `layout.axes = "dp2"`.',
         "An unknown key is an error, except in tables marked *open*: their other keys are",
         "arguments of what the table names. [examples/](../../examples) has complete files.",
     ]
