@@ -11,6 +11,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/quickstart.sh"
 prepare '.[test]'
 
 export OMP_NUM_THREADS=1 # the tests run several processes on the same cores
+unset PYTHONDONTWRITEBYTECODE # they start hundreds: each would compile weft anew
 .venv/bin/python -m ruff check
 .venv/bin/python -m ruff format --check
 .venv/bin/python -m mypy

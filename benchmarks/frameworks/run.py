@@ -105,6 +105,7 @@ def _run(side: Side, steps: int, check: bool, folder: Path, sender: Any) -> None
         "CUDA_VISIBLE_DEVICES": "",
         "DS_ACCELERATOR": "cpu",
         "PYTHONPATH": str(HERE),
+        "PYTHONDONTWRITEBYTECODE": "",  # pip has compiled the others, and not an editable weft
     }
     if check:
         env["CHECK"] = "1"
