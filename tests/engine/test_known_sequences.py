@@ -225,6 +225,40 @@ def test_what_activations_change_is_known_no_longer() -> None:
     assert whole_of(found) is None and float(found.max()) < 1
 
 
+@pytest.mark.parametrize("fill", [None, float("nan")])
+def test_activations_are_written_through_slices_of_features(fill: float | None) -> None:
+    """As keys of multi-head latent attention, whose memory holds anything at first."""
+    embedding = nn.Embedding(9, 4)
+
+    def forward(ids: Tensor) -> Tensor:
+        x = embedding(ids)
+        size = (*ids.shape, 8)
+        keys = x.new_empty(size) if fill is None else x.new_full(size, fill)
+        keys[..., :4].copy_(x)
+        keys[:, :, 4:].copy_(2 * x)
+        return keys
+
+    torch.use_deterministic_algorithms(True)  # fills what is empty with NaN
+    try:
+        want = forward(padded())[:, positions(1)]
+        found, known = here(1, padded(), forward)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(found, want) and whole_of(found) is None and not known.used
+
+
+def test_what_activations_change_through_a_view_is_known_no_longer() -> None:
+    def forward(ids: Tensor) -> Tensor:
+        mask = torch.zeros(*ids.shape, 2)
+        other = mask[..., :1]
+        mask[..., 1].copy_(torch.rand(SAMPLES, LENGTH // RANKS))
+        assert whole_of(other) is None
+        return mask * 2
+
+    found, _ = here(0, padded(), forward)
+    assert whole_of(found) is None and float(found.max()) > 0
+
+
 class _Twice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

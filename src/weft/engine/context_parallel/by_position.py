@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .position_counts import PositionCount
 from .whole_marks import dims_of_positions, tensors_of
 
 # arithmetic, in which a count is a number and no size
@@ -34,7 +35,7 @@ def by_position(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -
     if name in _OF_EACH_ELEMENT:
         return True
     if name == "getitem":
-        return isinstance(args[0], Tensor) and _takes_all(args[1])
+        return isinstance(args[0], Tensor) and _takes_all_positions(args[0], args[1])
     if name in _PRODUCTS and len(args) == 2:
         left, right = args[::-1] if name == "rmatmul" else args
         summed = left.ndim - 1 in dims_of_positions(left) or max(
@@ -48,9 +49,20 @@ def by_position(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -
     return False
 
 
-def _takes_all(index: Any) -> bool:
-    """Whether an index leaves every dim as it is, and may add some."""
+def _takes_all_positions(x: Tensor, index: Any) -> bool:
+    """Whether an index of slices leaves the dims of positions as they are, and may add dims."""
     each = index if isinstance(index, tuple) else (index,)
-    return all(
-        x is None or x is Ellipsis or (isinstance(x, slice) and x == slice(None)) for x in each
-    )
+    if not all(i is None or i is Ellipsis or _is_fixed_slice(i) for i in each):
+        return False
+    slices = [i for i in each if i is not None]
+    before = slices.index(Ellipsis) if Ellipsis in slices else len(slices)
+    after = slices[before + 1 :]
+    taken = dict(enumerate(slices[:before])) | dict(enumerate(after, x.ndim - len(after)))
+    return all(taken.get(dim, slice(None)) == slice(None) for dim in dims_of_positions(x))
+
+
+def _is_fixed_slice(index: Any) -> bool:
+    """Whether it is a slice whose bounds count no positions."""
+    if not isinstance(index, slice):
+        return False
+    return not any(isinstance(x, PositionCount) for x in (index.start, index.stop, index.step))

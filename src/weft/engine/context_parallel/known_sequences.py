@@ -202,6 +202,8 @@ class KnownSequences:
             return made
         if shapes[0] == made.shape:  # a collective may write into an empty one, which is not seen
             return made if "empty" in func.__name__ else set_alike(made)
+        if "empty" in func.__name__:
+            made.zero_()  # as the whole: a view of it is found by what it holds
         options = {"dtype": made.dtype, "device": made.device}
         return set_whole(made, Whole(shapes[0], partial(torch.full, shapes[0], fill, **options)))
 
@@ -329,7 +331,7 @@ class KnownSequences:
             return set_whole(part, whole)  # a slice, from which a sequence may come again
         dims = [d for d, (x, y) in enumerate(zip(part.shape, whole.shape, strict=True)) if x != y]
         mine = self._cut(whole, dims)
-        if part._base is not None and torch.equal(part, mine):
+        if part._base is not None and torch.allclose(part, mine, 0, 0, equal_nan=True):
             mine = part  # a view: what is written through it is to be seen
         return set_whole(mine, whole)
 

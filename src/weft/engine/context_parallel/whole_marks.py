@@ -53,7 +53,7 @@ def set_alike(x: Tensor) -> Tensor:
 
 def is_alike(x: Tensor) -> bool:
     """Whether it is known to be of no position."""
-    return getattr(x, "weft_alike", False)
+    return getattr(x, "weft_alike", False) and not _forgotten(x)
 
 
 def whole_of(part: Any) -> Whole | None:
@@ -67,7 +67,7 @@ def whole_of(part: Any) -> Whole | None:
     # an autograd.Function, as FSDP2 calls around a unit, gives its result a gradient afterwards,
     # which the whole one does not have
     known = whole is not None and whole.made is not None and part.grad_fn is made_by
-    return whole if known else None
+    return whole if known and not _forgotten(part) else None
 
 
 def whole_shape(part: Tensor) -> tuple[int, ...]:
@@ -93,11 +93,16 @@ def dims_of_positions(part: Tensor) -> list[int]:
 
 
 def forget_values(part: Tensor) -> None:
-    """What `part` holds is of this rank from now on; its shape stays."""
-    if is_alike(part):
-        del part.weft_alike
+    """What `part` holds is of this rank from now on, and what all views of its memory hold; shapes
+    stay."""
+    if is_plain(part):
+        part.untyped_storage().weft_forgotten = True  # type: ignore[attr-defined]
     elif hasattr(part, "weft_whole"):
         set_whole_shape(part, whole_shape(part))
+
+
+def _forgotten(part: Tensor) -> bool:
+    return is_plain(part) and getattr(part.untyped_storage(), "weft_forgotten", False)
 
 
 def is_plain(x: Tensor) -> bool:
