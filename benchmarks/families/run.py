@@ -4,8 +4,9 @@
     python benchmarks/families/run.py --families llama "t5 seq2seq-lm" --layouts tp2 cp2
     python benchmarks/families/run.py --first-step --layouts tp2
 
-A cell is compared with one device, then trained for a step. --first-step compares no cell again
-that was equal before.
+A cell is compared with one device, then trained for a step: what differs is refused there, by the
+trial before the first step, or it is "different". --first-step compares no cell again that was
+equal before.
 
 Writes results/families.json (cells that were measured before and are not measured now stay), the
 tables in README.md, and the counts in the README.md of the project.
@@ -79,7 +80,7 @@ def measure(
                     if cell.state == "equal":
                         assert reference is not None
                         cell = compared(cell, run, reference, pool)
-                if cell.state == "equal":
+                if cell.state in ("equal", "different"):
                     own = {"layout.axes": layout, "output": f"{folder}/{layout}"}
                     run = load_run(path, {**options, **own, "train.steps": "1"})
                     cell = trained(cell, run, pool)
@@ -126,7 +127,7 @@ def compared(
 
 def trained(cell: Cell, run: RunConfig, pool: Pool) -> Cell:
     """The cell after a step of `weft train`, which tries before whether the layout changes what the
-    model computes: it is to refuse nothing that is equal."""
+    model computes: it is to refuse what differs, and nothing that is equal."""
     try:
         pool.run(first_step, run, world=run.world, timeout=TIMEOUT_S)
     except Exception as problem:

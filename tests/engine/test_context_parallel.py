@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import weft
 from tests.cases import Fused, FusedAttention, Subject, in_turn, reference
+from weft.core import CompileOptions
 from weft.core.data_order import zigzag_spans
 from weft.core.errors import Refusal, WorkerDied
 from weft.engine.context_parallel import ring_attention
@@ -234,6 +235,135 @@ SUBJECTS |= {
 }
 
 
+class Biased(nn.Module):
+    """A learned bias for each distance, made in the first block and handed on as T5 does, or in
+    each; rows of a table of positions, tokens shifted by the model, and a mask of its own."""
+
+    def __init__(self, masked: bool, each: bool = False, tied: bool = False) -> None:
+        super().__init__()
+        self.masked, self.embedding = masked, nn.Embedding(VOCAB, 32)
+        self.table = nn.Parameter(torch.randn(LENGTH + 3, 32))
+        self.blocks = nn.ModuleList(BiasedBlock(each or i == 0) for i in range(2))
+        if tied:
+            self.blocks[1].bias.weight = self.blocks[0].bias.weight
+        self.head = nn.Linear(32, VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        before = input_ids.new_zeros(input_ids.shape)
+        before[:, 1:] = input_ids[:, :-1]
+        length = input_ids.shape[1]
+        x = self.embedding(input_ids) + self.embedding(before).tanh()
+        x = x + self.table[torch.arange(length)]
+        mask, bias = None, None
+        if self.masked:
+            causal = torch.ones(length, length).tril()[None, None]
+            mask = (1 - causal * (input_ids != 3)[:, None, None]) * -1e9
+        for block in self.blocks:
+            x, bias = block(x, bias, mask)
+        return self.head(x)
+
+
+class BiasedBlock(nn.Module):
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(32, 32) for _ in range(4))
+        self.bias = nn.Embedding(9, 4) if first else None
+
+    def forward(
+        self, x: Tensor, bias: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.bias is not None:
+            counted = torch.arange(x.shape[1])
+            distance = (counted[None, :] - counted[:, None]).clamp(-4, 4) + 4
+            bias = self.bias(distance).permute(2, 0, 1).unsqueeze(0)
+        added = bias if mask is None or bias is None else bias + mask.to(bias.dtype)
+        q, k, v = (
+            y(x).unflatten(-1, (4, 8)).transpose(1, 2) for y in (self.query, self.key, self.value)
+        )
+        drop = 0.1 if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=added, dropout_p=drop)
+        return x + self.out(y.transpose(1, 2).flatten(2)), bias
+
+
+class Outside(Biased):
+    """The model makes the bias, and blocks are given it."""
+
+    def __init__(self) -> None:
+        super().__init__(False)
+        self.bias, self.blocks[0].bias = self.blocks[0].bias, None
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x, counted = self.embedding(input_ids), torch.arange(input_ids.shape[1])
+        distance = (counted[None, :] - counted[:, None]).clamp(-4, 4) + 4
+        bias = self.bias(distance).permute(2, 0, 1).unsqueeze(0)
+        for block in self.blocks:
+            x, bias = block(x, bias, None)
+        return self.head(x)
+
+
+class Coinciding(nn.Module):
+    """As many heads, buckets of distances and rows of tables as there are positions on a rank, or
+    in all: nothing but what is computed tells which is which."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.heads, self.embedding = size, nn.Embedding(VOCAB, 4 * size)
+        self.qkv, self.head = nn.Linear(4 * size, 12 * size), nn.Linear(4 * size, VOCAB)
+        self.bias = nn.Embedding(size, size)
+        self.gates = nn.Parameter(torch.randn(size))
+        self.register_buffer("numbers", torch.arange(size))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x, heads = self.embedding(input_ids), self.heads
+        counted = torch.arange(x.shape[1])
+        distance = (counted[None, :] - counted[:, None]).clamp(-(heads // 2), heads // 2 - 1)
+        bias = self.bias(distance + heads // 2).permute(2, 0, 1)
+        slopes = 0.5 ** torch.arange(1, heads + 1) + self.gates[self.numbers[:heads]]
+        other = torch.ones(heads, heads).tril().sum(-1) * self.gates[torch.arange(heads)]
+        bias = bias * slopes[:, None, None] + other.flip(0).cumsum(0)[:, None, None]
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        bias = bias.masked_fill(~seen, -1e9)
+        q, k, v = (y.unflatten(-1, (heads, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None])
+        return self.head(x + y.transpose(1, 2).flatten(2))
+
+
+def t5(heads: int = 2, buckets: int = 32) -> nn.Module:
+    t = pytest.importorskip("transformers")
+    small = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": heads}
+    small |= {"relative_attention_num_buckets": buckets, "vocab_size": VOCAB}
+    model: nn.Module = t.T5ForConditionalGeneration(t.T5Config(**small))
+    return model
+
+
+def translated() -> dict[str, Tensor]:
+    batch = tokens()
+    return {**batch, "decoder_input_ids": batch["input_ids"].flip(1)}
+
+
+KNOWN = {
+    "biased": subject(partial(Biased, False), 2),
+    "masked": subject(partial(Biased, True)),
+    "recomputed": subject(partial(Biased, True), 2, "full"),
+    "selective": subject(partial(Biased, True), 2, "selective"),
+    "t5": replace(subject(t5), data=translated),
+}
+# of 16 positions a rank of cp2 has 8, as many as samples, and a rank of cp4 has 4
+COINCIDING = {
+    "heads and buckets as positions here": (subject(partial(Coinciding, 8)), "cp2"),
+    "heads and buckets as positions": (subject(partial(Coinciding, 16)), "cp2"),
+    "heads and buckets on cp4": (subject(partial(Coinciding, 4)), "cp4"),
+    "t5, heads and buckets as positions here": (
+        replace(subject(partial(t5, 8, 8)), data=translated),
+        "cp2",
+    ),
+    "t5, heads and buckets as positions": (
+        replace(subject(partial(t5, 16, 16)), data=translated),
+        "cp2",
+    ),
+}
+
+
 class Recurrent(nn.Module):
     """Blocks of attention and, by turns, an LSTM or a convolution, with dropout."""
 
@@ -390,6 +520,113 @@ def test_labels_are_shifted_before_the_sequence_is_cut(pool: Pool, layout: str) 
     holds(pool, replace(SUBJECTS["micro"], loss=causal_lm), layout)
 
 
+@pytest.mark.parametrize("layout", ["cp2", "cp4", "cp2+gather", "dp2.cp2", "cp2.tp2"])
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_is_computed_of_positions_is_that_of_all(pool: Pool, name: str, layout: str) -> None:
+    holds(pool, KNOWN[name], layout)
+
+
+@pytest.mark.parametrize("name", COINCIDING)
+def test_sizes_that_coincide_with_positions_are_told_apart(pool: Pool, name: str) -> None:
+    holds(pool, *COINCIDING[name])
+
+
+@pytest.mark.parametrize("layout", ["fsdp2.cp2", "fsdp2+zero1.cp2"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_learned_biases_of_blocks(pool: Pool, layout: str, tied: bool) -> None:
+    holds(pool, subject(partial(Biased, True, True, tied), 2), layout)
+
+
+@pytest.mark.parametrize("layout", ["dp2.cp2", "cp2.tp2"])
+def test_a_learned_bias_of_two_blocks(pool: Pool, layout: str) -> None:
+    holds(pool, subject(partial(Biased, True, True, True), 2, "full"), layout)
+
+
+def test_a_learned_bias_that_fsdp_hands_to_another_block_is_refused(pool: Pool) -> None:
+    with pytest.raises(Refusal, match="make a learned bias in the block"):
+        pool.run(engine_of, partial(Biased, False), "fsdp2.cp2", False, world=4)
+
+
+def test_a_learned_bias_that_fsdp_hands_to_blocks_is_refused(pool: Pool) -> None:
+    with pytest.raises(Refusal, match="make a learned bias in the block"):
+        pool.run(engine_of, Outside, "fsdp2.cp2", False, world=4)
+
+
+def test_a_learned_bias_that_the_model_hands_to_blocks(pool: Pool) -> None:
+    holds(pool, subject(Outside, 2), "dp2.cp2")
+
+
+class CountingBlock(nn.Module):
+    """What follows from counts and tokens is computed in the block itself, or comes to it."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.table = what, nn.Parameter(torch.randn(LENGTH + 3, 32))
+        self.qkv, self.mlp = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.register_buffer("numbers", torch.arange(LENGTH + 3))
+
+    def forward(self, x: Tensor, ids: Tensor, bias: Tensor | None) -> Tensor:
+        if self.what == "table":
+            x = x + self.table[self.numbers[: x.shape[1]]]
+        elif self.what == "sum":
+            x = x + (ids != 3).cumsum(1).unsqueeze(-1).to(x.dtype) / LENGTH * self.table[0]
+        elif self.what == "shift":
+            before = ids.new_zeros(ids.shape)
+            before[:, 1:] = ids[:, :-1]
+            x = x + before.unsqueeze(-1).to(x.dtype) / VOCAB * self.table[0]
+        q, k, v = (y.unflatten(-1, (4, 8)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias).transpose(1, 2).flatten(2)
+        return x + self.mlp(y)
+
+
+class Counting(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.embedding = what, nn.Embedding(VOCAB, 32)
+        self.bias = nn.Embedding(9, 4) if what == "bias" else None
+        self.blocks = nn.ModuleList(CountingBlock(what) for _ in range(2))
+        self.head = nn.Linear(32, VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x, bias = self.embedding(input_ids), None
+        if self.bias is not None:
+            counted = torch.arange(x.shape[1])
+            distance = (counted[None, :] - counted[:, None]).clamp(-4, 4) + 4
+            bias = self.bias(distance).permute(2, 0, 1).unsqueeze(0)
+        for block in self.blocks:
+            x = block(x, input_ids, bias)
+        return self.head(x)
+
+
+def compiled_layout(case: Any, layout: str, held_to: Any) -> Any:
+    torch.compiler.reset()  # other tests of this process have compiled the same code
+    return check_layout(case, layout, held_to)
+
+
+COMPILED = CompileOptions(backend="aot_eager")
+
+
+@pytest.mark.parametrize("what", ["table", "sum", "shift"])
+def test_counts_in_blocks_hold_and_are_refused_in_graphs(pool: Pool, what: str) -> None:
+    """A graph is traced from a part of the positions."""
+    holds(pool, subject(partial(Counting, what)), "cp2")
+    with pytest.raises(Refusal, match="changes the model's output"):
+        pool.run(engine_of, partial(Counting, what), "cp2", True, None, COMPILED, world=2)
+
+
+def test_a_learned_bias_enters_graphs(pool: Pool) -> None:
+    made = subject(partial(Counting, "bias"), 2)
+    case = replace(made.case(), compile=COMPILED)
+    result = pool.run(compiled_layout, case, "cp2", reference(made), world=2)[0]
+    assert result.passed, (result.first, result.stray, result.problem, result)
+    pool.run(engine_of, partial(Counting, "bias"), "cp2", True, None, COMPILED, world=2)
+
+
+def test_a_bias_for_all_heads_is_refused_where_ranks_have_some(pool: Pool) -> None:
+    with pytest.raises(Refusal, match=r"a mask \[1, 4, 8, 16\] of its own, for all heads"):
+        pool.run(engine_of, partial(Biased, False), "cp2+ulysses", False, world=2)
+
+
 OTHERS = [name for name in SUBJECTS if name != "micro"]
 GRID = [(name, "cp2") for name in OTHERS] + in_turn(
     OTHERS, ["cp2+ulysses", "cp4+gather", "cp2.ulysses2", "cp2.tp2"], 2
@@ -413,7 +650,8 @@ def test_flash_attention_is_called_as_torch_has_it(monkeypatch: pytest.MonkeyPat
     out, logs = ring_attention._forward(*rest)
     assert out.shape == query.shape and logs.shape == (2, 4, 8) and logs.dtype == torch.float32
     found = ring_attention._backward(out, out, logs, *rest)
-    assert [x.shape for x in found] == [query.shape, key.shape, key.shape]
+    assert [x.shape for x in found[:3]] == [query.shape, key.shape, key.shape]
+    assert found[3] is None  # the kernel takes nothing that is added to scores
 
 
 class Windows(nn.Module):
@@ -764,27 +1002,26 @@ class Masked(nn.Module):
     def __init__(self, what: str):
         super().__init__()
         self.what, self.embedding, self.head = what, nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB)
-        self.table = nn.Parameter(torch.randn(LENGTH, 16))
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embedding(input_ids)
-        length, q = x.shape[1], x.unsqueeze(1)
+        q = x.unsqueeze(1)
         if self.what == "mask":
-            x = F.scaled_dot_product_attention(
-                q, q, q, torch.ones(length, length, dtype=torch.bool).tril()
-            ).squeeze(1)
+            like = (x @ x.transpose(1, 2) > -1).unsqueeze(1)  # of each other, as activations say
+            x = F.scaled_dot_product_attention(q, q, q, like).squeeze(1)
         elif self.what == "other":
             x = F.scaled_dot_product_attention(q, q[:, :, :2], q[:, :, :2]).squeeze(1)
         elif self.what == "sum":
             x = x.cumsum(1)
-        elif self.what == "table":
-            x = x + self.table[:length]
-            x = F.scaled_dot_product_attention(q, q, q, is_causal=True).squeeze(1) + x
         return self.head(x)
 
 
 def engine_of(
-    what: str | Callable[[], nn.Module], layout: str, tried: bool, roles: dict | None = None
+    what: str | Callable[[], nn.Module],
+    layout: str,
+    tried: bool,
+    roles: dict | None = None,
+    compiled: Any = "auto",
 ) -> float:
     """The second loss."""
     torch.manual_seed(0)
@@ -792,13 +1029,59 @@ def engine_of(
     model = Masked(what) if isinstance(what, str) else what()
     plan = weft.plan(model, layout, batch=8, loss=next_token, roles=roles)
     sample = {key: value[:2] for key, value in batch.items()} if tried else None
-    engine = weft.Engine(model, plan, optimizer=sgd, loss=next_token, device="cpu", sample=sample)
+    engine = weft.Engine(
+        *(model, plan),
+        optimizer=sgd,
+        loss=next_token,
+        device="cpu",
+        sample=sample,
+        compile=compiled,
+    )
     engine.step(engine.local(batch))
     return float(engine.step(engine.local(batch)).loss)
 
 
+def followed(make: Callable[[], nn.Module], batches: list[dict[str, Tensor]]) -> list[bool]:
+    """Whether the forward of each step is."""
+    torch.manual_seed(0)
+    model = make()
+    plan = weft.plan(model, "cp2", batch=8, loss=next_token)
+    engine = weft.Engine(
+        *(model, plan), optimizer=sgd, loss=next_token, device="cpu", compile="off"
+    )
+    begin, steps = engine.sequence.begin, list[list[bool]]()
+
+    def noted(micro: Any) -> None:
+        begin(micro)
+        steps[-1].append(engine.sequence.known is not None)
+
+    engine.sequence.begin = noted  # type: ignore[method-assign]
+    for batch in batches:
+        steps.append([])
+        engine.step(engine.local(batch))
+    return [forward for forward, *_ in steps]
+
+
 def sgd(params: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
+
+
+@pytest.mark.parametrize("what", ["llama", "decoder", "biased"])
+def test_a_forward_is_followed_where_that_changes_what_it_computes(pool: Pool, what: str) -> None:
+    """In the first one of the same shapes it is found out; those with padding are others."""
+    make = {
+        "llama": partial(hugging_face, "llama"),
+        "decoder": partial(decoder, VOCAB, 32, 2, 4, 4),
+        "biased": partial(Biased, False),
+    }[what]
+    batches = [tokens(full=what == "llama") for _ in range(3)]
+    if what == "llama":
+        batches += [tokens(padded=True) for _ in range(2)]
+    found = pool.run(followed, make, batches, world=2)[0]
+    if what == "biased":
+        assert found == [True, True, True]
+    else:
+        assert found == [True, False, False, True, False][: len(batches)]
 
 
 @pytest.mark.parametrize(
@@ -809,7 +1092,6 @@ def sgd(params: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         ("none", False, "never calls scaled_dot_product_attention"),
         ("sum", True, "changes the model's output"),
         ("sum", False, "changes the model's output"),
-        ("table", False, "changes the model's output"),
     ],
 )
 def test_refused_where_it_runs(pool: Pool, what: str, tried: bool, says: str) -> None:

@@ -11,7 +11,7 @@ from weft.engine.microbatch import MicroBatch, SequenceInfo, check_batch
 
 def test_split_gives_views_of_all_that_belongs_to_the_samples() -> None:
     ids, documents = torch.arange(24).view(6, 4), torch.arange(6)[:, None].expand(6, 4)
-    info = SequenceInfo(8, (ids * 10,), documents, ids > 3)
+    info = SequenceInfo(8, {"position_ids": ids * 10}, documents, ids > 3)
     batch = {"input_ids": ids, "labels": ids + 1}
     micros = MicroBatch(batch, {"input_ids": ids}, info).split(2, 3)
     assert len(micros) == 3
@@ -20,7 +20,7 @@ def test_split_gives_views_of_all_that_belongs_to_the_samples() -> None:
         assert torch.equal(micro.batch["labels"], ids[rows] + 1)
         assert micro.arguments["input_ids"].data_ptr() == ids[rows].data_ptr()
         assert micro.sequence.length == 8
-        assert torch.equal(micro.sequence.wholes[0], ids[rows] * 10)
+        assert torch.equal(micro.sequence.wholes["position_ids"], ids[rows] * 10)
         assert micro.sequence.documents is not None and micro.sequence.valid is not None
         assert torch.equal(micro.sequence.documents, documents[rows])
         assert torch.equal(micro.sequence.valid, ids[rows] > 3)

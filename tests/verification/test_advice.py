@@ -279,12 +279,11 @@ ADVICE: dict[str, Advice] = {
     ),
     "own-mask": Advice(
         token_net(by_mask("own")),
-        "cp2",
-        "Use is_causal, or a mask that weft.nn.attention_masks.causal_mask makes",
+        "ulysses2",
+        r"Use cp\+ring or cp\+gather in place of",
         {
-            "cp2": built_by(by_mask("causal")),
-            "cp2+gather": built_by(by_mask("weft")),
-            "ulysses2": written,
+            **on("cp2", "cp2+gather"),
+            "ulysses2": built_by(by_mask("causal")),
         },
     ),
     # ep
@@ -343,43 +342,11 @@ OF_FAMILIES: dict[str, Advice] = {
     "doge": Advice(
         of_family("doge"), "cp2", "Use dp or fsdp, or write .* under", {"cp2": written, **on("dp2")}
     ),
-    **{
-        name: Advice(subject, "cp2", "or write .* under", {"cp2": written})
-        for name, subject in {
-            "t5": of_family("t5", "seq2seq-lm"),
-            "switch_transformers": replace(
-                of_family("switch_transformers", "seq2seq-lm"),
-                build=partial(advised.without_dropout, "seq2seq-lm"),
-            ),
-        }.items()
-    },
-    "layoutlm": Advice(  # has a pooler of which nothing comes
-        of_family("layoutlm", "masked-lm"), "cp2", "or write .* under", {"cp2": written}
-    ),
-    "t5gemma": Advice(
-        of_family("t5gemma", "seq2seq-lm"),
-        "cp2",
-        r"first that of model\.decoder\.rotary_emb: it mixes or counts .*, and use them\.$",
-        on("dp2"),
-    ),
-    "longt5": Advice(  # with lines, the decoder is to take what the encoder has of other positions
-        of_family("longt5", "seq2seq-lm"),
-        "cp2",
-        r"^layout = 'cp2': decoder\.block\.0.* does not run on a part .* Use dp or fsdp\.$",
-        on("dp2"),
-    ),
     "xlm": Advice(
         of_family("xlm"),
         "cp2",
         'Declare them "whole_sequence" under .* or use dp or fsdp',
         {"cp2": planned(roles={"transformer.attentions.*": "whole_sequence"}), **on("fsdp2")},
-    ),
-    "git": Advice(of_family("git"), "cp2", r"batch\. Use dp or fsdp\.$", on("dp2", "fsdp2")),
-    "mpnet": Advice(
-        of_family("mpnet", "masked-lm"),
-        "cp2",
-        r"alone: .* Use dp or fsdp\.$",
-        on("dp2", "fsdp2"),
     ),
     "llava": Advice(
         of_family("llava", "image-text-to-text"),
@@ -391,7 +358,7 @@ OF_FAMILIES: dict[str, Advice] = {
         name: Advice(
             of_family(name, "image-text-to-text"),
             "cp2",
-            r"^layout = 'cp2': model does not run on a part .* Use dp or fsdp\.$",
+            r"splitting the sequence .* Use dp or fsdp, or let",
             on("dp2", "fsdp2"),
         )
         for name in ("paligemma", "gemma3")
@@ -402,31 +369,22 @@ OF_FAMILIES: dict[str, Advice] = {
         "Write .* under .roles., or use dp or fsdp",
         {"cp2": written, **on("dp2", "fsdp2")},
     ),
-    **{
-        name: Advice(
-            of_family(name, task),
-            "cp2",
-            "Use dp or fsdp, or let .*; or, if that module mixes positions, write .* under",
-            {"cp2": written, **on("dp2", "fsdp2")},
-        )
-        for name, task in (("mobilebert", "masked-lm"), ("m2m_100", "seq2seq-lm"))
-    },
-    **{
-        name: Advice(
-            of_family(name, task),
-            "cp2",
-            r"computes with the attention mask, .* Use dp or fsdp\.$",
-            on("dp2", "fsdp2"),
-        )
-        for name, task in (
-            ("longformer", "masked-lm"),
-            ("mpt", "causal-lm"),
-        )
-    },
+    "mobilebert": Advice(
+        of_family("mobilebert", "masked-lm"),
+        "cp2",
+        "Use dp or fsdp, or let .*; or, if that module mixes positions, write .* under",
+        {"cp2": written, **on("dp2", "fsdp2")},
+    ),
+    "longformer": Advice(
+        of_family("longformer", "masked-lm"),
+        "cp2",
+        r"does not run on a part of the positions: .* Use dp or fsdp\.$",
+        on("dp2", "fsdp2"),
+    ),
     "prophetnet": Advice(
         of_family("prophetnet"),
         "cp2",
-        r"or not\. If it is not, give the model another length of sequence; else use dp or fsdp\.$",
+        r"does not run with what else enters it, .* Use dp or fsdp\.$",
         on("dp2", "fsdp2"),
     ),
     "switch_transformers-dropout": Advice(
@@ -542,6 +500,10 @@ DIVIDED = {  # families that were refused by mistake, or with advice that could 
     "whisper": ("causal-lm", "cp2"),  # between a rank's two stretches no document begins
     "moss_transcribe_diarize": ("causal-lm", "cp2"),
     "zaya": ("causal-lm", "cp2"),  # whole sequences leave a part of it by heads
+    # biases and masks of positions, for all of them
+    **dict.fromkeys(("t5", "t5gemma", "m2m_100"), ("seq2seq-lm", "cp2")),
+    **dict.fromkeys(("layoutlm", "mpnet"), ("masked-lm", "cp2")),
+    **dict.fromkeys(("git", "mpt"), ("causal-lm", "cp2")),
     "longt5": ("seq2seq-lm", "tp2"),  # biases of positions have gradients; blocks before heads
     "ctrl": ("causal-lm", "pp2"),  # assigns a buffer anew
     "mobilebert": ("masked-lm", "tp2"),  # its values are of another tensor than queries and keys

@@ -8,6 +8,7 @@ from .compile_blocks import (
     resolve_compile as resolve_compile,
 )
 from .context_parallel.transformers_interfaces import eager_attention_by as eager_attention_by
+from .context_parallel.whole_marks import whole_of as whole_of
 from .engine import Engine as Engine
 from .eval_metrics import check_metrics as check_metrics
 from .float8_device import check_float8 as check_float8

@@ -112,6 +112,14 @@ def check_compiled(model: nn.Module, blocks: tuple[str, ...]) -> None:
             raise UnsupportedModel("model", name or type(module).__name__, problem, fix)
 
 
+def compiled_modules(
+    model: nn.Module, plan: Plan, options: CompileOptions | None
+) -> tuple[str, ...]:
+    """Names of blocks that become graphs, and of modules that the user compiled."""
+    by_user = (name for name, module in model.named_modules() if compiled_by_user(module))
+    return *(plan.blocks if options is not None else ()), *by_user
+
+
 class CompiledBlocks:
     """The compiled forwards of one rank's blocks. They are compiled when they first run. False if
     nothing is to be compiled.

@@ -37,7 +37,7 @@ from weft.parallel import (
 from .batch_preparation import BatchPreparation
 from .checkpoint_state import CheckpointState
 from .chosen_gradients import ChosenGradients
-from .compile_blocks import CompiledBlocks, plan_compilation
+from .compile_blocks import CompiledBlocks, compiled_modules, plan_compilation
 from .compute_copies import ComputeCopies
 from .context_parallel.sequence import ContextParallel
 from .context_parallel.whole_sequence import run_on_whole_sequences
@@ -159,8 +159,7 @@ class Engine:
         self.data_size = self.global_plan.data_size
         self.rank_plan = plan.of(self.mesh.rank)
         self.model, self._prepared = move_to(model, device), BatchPreparation(loss)
-        named = named_inputs(model)
-        self.inputs = tuple(inputs) if inputs is not None else named
+        self.inputs = tuple(named_inputs(model) if inputs is None else inputs)
         self.steps_done = 0
         self.trace: list | None = None  # where the pipeline's actions are recorded
         self.replicas = make_replica_sync(self.global_plan, self.mesh, company, optimizer)
@@ -170,6 +169,7 @@ class Engine:
         feature_part = self.mesh.index(*FEATURE_AXES), self.mesh.size(*FEATURE_AXES)
         self.randomness = Randomness(seed, *feature_part)
         self.sequence = ContextParallel(plan, self.mesh, self.randomness, model, self.inputs)
+        self.sequence.graphs = compiled_modules(model, plan, options)
         if self.sequence:
             require_positionwise(self._prepared.loss)
         modes = {n: m.training or not model.training for n, m in model.named_modules()}

@@ -50,9 +50,19 @@ from weft.parallel import (
     split_dim,
 )
 
+from .context_parallel.counts_by_size import CountsBySize
 from .context_parallel.eager_attention import attend_eagerly
+from .context_parallel.known_sequences import KnownSequences
 from .context_parallel.sequence import ContextParallel
 from .context_parallel.transformers_interfaces import eager_attention_by, mask_rules
+from .context_parallel.whole_marks import (
+    dims_of_positions,
+    is_alike,
+    is_marked,
+    set_whole_shape,
+    whole_of,
+    whole_shape,
+)
 from .expert_load import ExpertLoad
 
 _SELU_FLOOR = -1.0507009873554805 * 1.6732632423543772  # what SELU tends to on the left
@@ -122,6 +132,8 @@ class FunctionOverrides(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._entered.pop().close()
+        if error[0] is not None and self.sequence is not None:
+            self.sequence.forwards.forget()
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -130,7 +142,8 @@ class FunctionOverrides(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self._attention(args, kwargs)
         if func is causal_mask:
-            if self.asked is not None and not any(_same(args[0], known) for known in self.known):
+            whole = whole_of(args[0]) or any(_same(args[0], x) for x in self.known)
+            if self.asked is not None and not whole:
                 self.asked("positions", args[0][0].numel())
             if self._shared():
                 assert self.sequence is not None
@@ -146,26 +159,34 @@ class FunctionOverrides(TorchFunctionMode):
             if self.loads is not None and torch.is_grad_enabled() and not again:
                 self.loads.add(args[1])
             return AddLoss.apply(*args, self.scale)
-        if func is torch.arange and self._shared():
-            assert self.sequence is not None
-            return self.sequence.own_arange(*args, **kwargs)
-        if func is torch.diff and self._shared():
-            assert self.sequence is not None
-            return self.sequence.own_diff(*args, **kwargs)
         if func in OPENED_FUNCTIONS:
             with self:
                 return OPENED_FUNCTIONS[func](*args, **kwargs)
+        known, counts = self._followed()
         if func in DRAWS:
-            return self._draw(func, args, kwargs)
+            drawn = self._draw(func, args, kwargs)
+            return drawn if known is None else known.mark(drawn, func, args, kwargs)
         if func in DROPOUTS:
             if "train" in kwargs:  # torch.dropout's own name for it
                 kwargs = {**kwargs, "training": kwargs["train"]}
                 del kwargs["train"]
-            return self._dropout(func, *args, **kwargs)
-        return func(*args, **kwargs)
+            return self._dropout(known, func, *args, **kwargs)
+        if known is not None:
+            return known(func, args, kwargs)
+        return func(*args, **kwargs) if counts is None else counts(func, args, kwargs)
+
+    def _followed(self) -> tuple[KnownSequences | None, CountsBySize | None]:
+        """What makes this rank's part of positions and tokens; no graph is followed."""
+        sequence = self.sequence
+        if sequence is None:
+            return None, None
+        # asked first: a graph that had read `known` would be made anew where that changes
+        follows = not torch.compiler.is_compiling() and sequence.follows
+        return sequence.known if follows else None, sequence.counts
 
     def _dropout(
         self,
+        known: KnownSequences | None,
         func: Callable,
         input: Tensor,
         p: float = 0.5,
@@ -174,8 +195,15 @@ class FunctionOverrides(TorchFunctionMode):
     ) -> Tensor:
         if not training or p == 0.0:
             return input
-        dropped = self._dropped(func, input, p)
-        return input.copy_(dropped) if inplace else dropped
+        if known is None:  # no graph reads marks
+            dropped = self._dropped(func, input, p)
+            return input.copy_(dropped) if inplace else dropped
+        rows, self.randomness.rows = self.randomness.rows, _rows_of(self.randomness, input, known)
+        try:
+            dropped = self._dropped(func, input, p)
+        finally:
+            self.randomness.rows = rows
+        return known.mark(input.copy_(dropped) if inplace else dropped, func, (input, p), {})
 
     def _dropped(self, func: Callable, input: Tensor, p: float) -> Tensor:
         site = self._site(p)
@@ -289,7 +317,8 @@ class FunctionOverrides(TorchFunctionMode):
         """Of this rank's part of the sequences with all."""
         assert self.sequence is not None
         keep = _factors(self.randomness, dropout) if dropout > 0.0 else None
-        return self._attend(partial(self.sequence.attention, keep=keep), args, kwargs)
+        out = self._attend(partial(self.sequence.attention, keep=keep), args, kwargs)
+        return set_whole_shape(out, (*out.shape[:2], self.sequence.now.length, out.shape[-1]))
 
     def _attend(self, core: Callable, args: tuple, kwargs: dict) -> Tensor:
         if self.selective and torch.is_grad_enabled():
@@ -340,6 +369,23 @@ class FunctionOverrides(TorchFunctionMode):
     def _shared(self) -> bool:
         """Whether this rank has a part of the sequences that run."""
         return self.sequence is not None and self.sequence.now.length > 0
+
+
+def _rows_of(randomness: Randomness, given: Tensor, known: KnownSequences) -> Tensor | None:
+    """The positions of which `given` may have a row each."""
+    rows = randomness.rows
+    if rows is None or not (is_marked(given) or is_alike(given)):
+        return rows
+    dims = dims_of_positions(given)
+    if 0 in dims and len(randomness.samples) > 1 and len(given) == len(rows):
+        problem = f"its dim 0 counts positions: a mask of {list(whole_shape(given))} for all"
+        problem += " samples, of which each rank would draw others"
+        raise UnsupportedModel("dropout", list(given.shape), problem, "use dp or fsdp")
+    if dims:
+        return rows
+    if any(size % len(rows) == 0 for size in given.shape):
+        known.use()
+    return None  # as many of something else as positions here are none of these
 
 
 def _factors(randomness: Randomness, p: float) -> Callable[..., Tensor]:

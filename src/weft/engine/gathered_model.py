@@ -20,6 +20,8 @@ from weft.nn import is_cache
 from weft.parallel import own_forward, set_own_forward
 from weft.pipeline import copy_with_tensors
 
+from .context_parallel.whole_marks import set_whole, set_whole_shape, whole_of, whole_shape
+
 
 def copy_without_weights(model: nn.Module) -> nn.Module:
     """A copy whose parameters have no elements. Raises UnsupportedModel."""
@@ -69,6 +71,8 @@ class GatheredModel:
         make: the weight of this name, as the model computes with it. All ranks call it together.
         around: entered around each forward, also where it runs again.
         take: gets the name and the gradient of each parameter, which is let go then.
+        hands_learned: whether a block knows what is learned outside of it for all positions, as
+            a bias of pairs. Where FSDP2 gathers its weights, it is given its part.
 
     Example:
         output = gathered.forward(arguments)
@@ -82,7 +86,9 @@ class GatheredModel:
         make: Callable[[str], Tensor],
         around: Callable[[], AbstractContextManager],
         take: Callable[[str, Tensor], None],
+        hands_learned: bool = True,
     ):
+        self._hands_learned = hands_learned
         self.model, self._make, self._around, self._take = model, make, around, take
         inside = {name: model.get_submodule(name) for name in blocks}
         self._units = _units(model, inside)
@@ -137,20 +143,29 @@ class GatheredModel:
         leaves, join = tree_flatten((args, kwargs))
         # a mask that stands for its rule has no numbers, and a copy would lose the rule
         places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and not x.is_meta]
-        made: list[Any] = []  # leaves of the output, how they are joined, where tensors are
+        known = [i for i in places if whole_of(leaves[i]) is not None]
+        if not self._hands_learned:
+            known = [i for i in known if not leaves[i].requires_grad]
+        shapes = {i: whole_shape(leaves[i]) for i in places}
+        # leaves of the output, how they are joined, where tensors are, which are known whole, and
+        # the shapes with all positions
+        made: list[Any] = []
         # a cache grows at each call: where it runs again, a block finds it as it was
         before = [deepcopy(leaf) if is_cache(leaf) else leaf for leaf in leaves]
 
         def run(tensors: Sequence[Tensor], again: bool) -> list[Tensor]:
             given = list(before if again else leaves)
-            for place, tensor in zip(places, tensors, strict=True):
-                given[place] = tensor
+            for place, tensor in zip(places, tensors, strict=False):
+                given[place] = set_whole_shape(tensor, shapes[place])
+            for place, whole in zip(known, tensors[len(places) :], strict=True):
+                set_whole(given[place], whole)
             more, named = join(given)
             found, together = tree_flatten(forward(*more, **named))
             there = [i for i, leaf in enumerate(found) if isinstance(leaf, Tensor)]
+            wholes = {i: w.tensor for i in there if (w := whole_of(found[i])) is not None}
             if not again:
-                made[:] = found, together, there
-            return [found[i] for i in there]
+                made[:] = found, together, there, [*wholes], [whole_shape(found[i]) for i in there]
+            return [*(found[i] for i in there), *wholes.values()]
 
         @contextmanager
         def whole() -> Iterator[None]:
@@ -161,12 +176,15 @@ class GatheredModel:
                         self._take(each, p.grad)
 
         tensors = [leaves[place] for place in places]
+        tensors += [w.tensor for place in known if (w := whole_of(leaves[place])) is not None]
         # a gradient is to come here even if nothing that enters needs one
         anchor = torch.zeros((), requires_grad=True)
         outputs = _Recomputed.apply(run, whole, self._around, anchor, *tensors)
-        found, together, there = made
-        for place, tensor in zip(there, outputs, strict=True):
-            found[place] = tensor
+        found, together, there, wholes, wide = made
+        for place, tensor, shape in zip(there, outputs, wide, strict=False):
+            found[place] = set_whole_shape(tensor, shape)
+        for place, tensor in zip(wholes, outputs[len(there) :], strict=True):
+            set_whole(found[place], tensor)
         return together(found)
 
 

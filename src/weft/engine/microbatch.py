@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,21 +19,23 @@ class SequenceInfo:
 
     Args:
         length: positions of a whole sequence; 0 where each rank has whole sequences.
-        wholes: integer arguments of the model, such as position_ids, for all positions.
+        wholes: integer arguments of the model, such as position_ids, for all positions, by name.
         documents: the document of each position, as transformers derives it from position_ids.
         valid: false where a position is padding. None: no position is.
+        parted: arguments of the model of which a rank has its positions.
     """
 
     length: int = 0
-    wholes: tuple[Tensor, ...] = ()
+    wholes: Mapping[str, Tensor] = field(default_factory=dict)
     documents: Tensor | None = None
     valid: Tensor | None = None
+    parted: tuple[str, ...] = ()
 
     def rows(self, start: int, stop: int) -> SequenceInfo:
         """The same of the samples `start` to `stop`."""
         return replace(
             self,
-            wholes=tuple(whole[start:stop] for whole in self.wholes),
+            wholes={key: whole[start:stop] for key, whole in self.wholes.items()},
             documents=None if self.documents is None else self.documents[start:stop],
             valid=None if self.valid is None else self.valid[start:stop],
         )

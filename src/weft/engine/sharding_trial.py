@@ -21,13 +21,14 @@ from weft.core import (
     Refusal,
     UnsupportedModel,
     broadcast_value,
+    computes_whole_sequences,
 )
 from weft.nn import model_arguments
 from weft.parallel import SEQUENCE_AXES, Mesh, parallelize
 
 from .all_ranks_come import all_ranks_come
 from .context_parallel.sequence import ContextParallel
-from .context_parallel.whole_sequence import run_on_whole_sequences
+from .context_parallel.whole_sequence import compute_graphs_on_parts, run_on_whole_sequences
 from .forward_refusals import CUTTING, advice, does_not_run, does_not_run_in_part
 from .function_overrides import FunctionOverrides
 from .gathered_model import copy_without_weights
@@ -126,6 +127,7 @@ class ShardingTrial:
         parallelize(plan, model, mesh, self._sequence.randomness)
         if sequence is not None:
             run_on_whole_sequences(model, plan, sequence)
+            compute_graphs_on_parts(model, sequence)
         run = TrialRun(model, plan, mesh, way.precision, held, sequence, whole)
         inputs = self._sequence.inputs
         micro = MicroBatch(way.sample, model_arguments(inputs, way.sample))
@@ -203,6 +205,23 @@ class ShardingTrial:
             raise self._refusal(what + first, module, sequence)
         if wrong:
             raise self._wrong_gradient(whole, wrong, cut, sequence)
+        if sequence is not None:
+            self._refuse_whole_as_part(whole, found, sequence.length(way.sample), sequence)
+
+    def _refuse_whole_as_part(
+        self, whole: TrialRecord, found: TrialRecord, length: int, sequence: ContextParallel
+    ) -> None:
+        """What one device has [samples, as many as positions here, features] of is no part: dropout
+        would take it for one."""
+        here = length // sequence.size
+        for call, shape in found.shapes.items():
+            if len(shape) != 3 or shape[1] != here or whole.shapes.get(call) != shape:
+                continue
+            if not computes_whole_sequences(self._plan.steps, call[0]):
+                what = f"{call[0]} gives [samples, {here}, features] on one device too, and {here}"
+                what += " are the positions of a rank"
+                fix = "give the model another length of sequence, or use dp or fsdp"
+                raise UnsupportedModel("layout", str(self._plan.layout), what, fix)
 
     def _wrong_gradient(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -115,7 +115,8 @@ class TrialRun:
                 if buffer is not None and buffer.is_floating_point() and not self._rule.low:
                     setattr(module, name, buffer.to(self._dtype))
         self.around = around  # what is active where the model runs
-        self._run = GatheredModel(model, plan.blocks, self._make, around, self._take)
+        handed = sequence is None or not sequence.gathers
+        self._run = GatheredModel(model, plan.blocks, self._make, around, self._take, handed)
 
     # ---- weights ---------------------------------------------------------------------------------
 
@@ -195,8 +196,8 @@ class TrialRun:
             self._counted[name] += 1
             if tensor is None or isinstance(tensor, DTensor):
                 return
+            self._record.shapes[call] = tuple(tensor.shape)
             if self._whole is None:
-                self._record.shapes[call] = tuple(tensor.shape)
                 rows: list[Tensor | None] | None = [None] * tensor.ndim
             else:
                 rows = self._own_rows(self._whole.shapes.get(call, ()), tensor)
@@ -259,12 +260,13 @@ class TrialRun:
             TrialError: The model has raised, in this module.
         """
         model, record = self._run.model, self._record
+        arguments = {key: self._computed(value) for key, value in micro.arguments.items()}
+        micro = replace(micro, arguments=arguments)
         self._length, device = length, self._mesh.device
         self._positions = self._own_positions(length)
         if self._sequence is not None:
             self._sequence.begin(micro)
         inside: list[str] = []
-        arguments = {key: self._computed(value) for key, value in micro.arguments.items()}
         try:
             with module_calls(model, self._seen) as inside, self._run.weights():
                 output = first_tensor(self._run.forward(arguments), integers=True)
@@ -290,6 +292,7 @@ class TrialRun:
         finally:
             if self._sequence is not None:
                 self._sequence.end()
+                self._sequence.forwards.forget()
         if self._whole is not None:
             self._sum(record, device)
         return record

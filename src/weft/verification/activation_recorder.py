@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from weft._torch.autograd import in_backward
 from weft._torch.tensors import view_base, without_function_modes
 from weft._torch.trees import tree_leaves
+from weft.engine import whole_of
 from weft.nn import GateBias, find_experts, routing_arguments
 from weft.parallel import AttentionCall, BoundaryShape, GateQuery, RoutingCall, SequenceInput
 from weft.pipeline import PlaceholderTensor
@@ -151,7 +152,7 @@ def record_activations(
         shape = (0,) if entered is None else tuple(entered.shape)
         trace.shapes.setdefault(name, []).append((shape, tuple(out.shape)))
         given = tree_leaves((args, kwargs), Tensor)
-        for x in given:
+        for x in (x for x in given if whole_of(x) is None):  # which no rank has to be sent
             needed = x.requires_grad and out.requires_grad
             found = SequenceInput(name, tuple(x.shape), x.itemsize, needed)
             trace.entered.setdefault(name, []).append(found)

@@ -327,8 +327,8 @@ class Masters:
 
 def known_positions(inputs: Sequence[str], batch: Batch) -> list[Tensor]:
     """Positions that ranks which share a sequence know whole: entries [b, s] of the batch, and
-    their count if the model takes it."""
+    their count, which the model takes or makes."""
     found = [value for key, value in batch.items() if key in inputs and value.ndim == 2]
-    if found and "position_ids" in inputs and "position_ids" not in batch:
+    if found and not {"position_ids"} & batch.keys() & {*inputs}:
         found.append(torch.arange(found[0].shape[1]).expand_as(found[0]))
     return found

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from weft.nn import EagerAttention
 
-from .sequence import ContextParallel, whole_mask
+from .mask_rules import whole_mask
+from .sequence import ContextParallel
 
 
 def attend_eagerly(
@@ -43,6 +44,10 @@ def attend_eagerly(
     sequence.pattern(query, key, mask, False)  # refuses what says nothing of other keys
     sequence.calls += 1
     key, value = sequence.gathered(key, 2), sequence.gathered(value, 2)
-    if mask is not None:
+    if mask is not None and mask.is_meta:
         mask = whole_mask(mask, sequence.positions(length, query.device), length)
+    elif sequence.known is not None:
+        mask = sequence.known.of_all_keys(mask)
+    if sequence.known is not None:
+        options = {name: sequence.known.of_all_keys(x) for name, x in options.items()}
     return attend(module, query, key, value, mask, **options)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -43,12 +43,13 @@ class KeyBlocks:
     keep: Callable[[Span, Span], Tensor] | None = None
     queries: Sequence[Span] = ()  # where they are others than `spans[rank]`
     gathers: bool = False  # all ranks' keys are gathered, and are the one block
+    biased: bool = False  # something is added to the scores
 
     def pairs(self, source: int, device: torch.device, fused: bool) -> list[Pair]:
         """Those of this rank's stretches with those of `source` of which anything is seen: short
         ones, where a mask or scores are held for them."""
         found = []
-        most = None if self.pattern.plain and fused else ROWS
+        most = None if self.pattern.plain and fused and not self.biased else ROWS
         for q, queries in _rows(self.queries or self.spans[self.rank], most):
             for k, keys in _rows(self.spans[source], most):
                 seen = self.pattern.between(queries, keys, device)
@@ -72,10 +73,15 @@ def _rows(spans: Sequence[Span], most: int | None) -> list[tuple[slice, Span]]:
     return found
 
 
-def attend_blocks(query: Tensor, key: Tensor, value: Tensor, blocks: KeyBlocks) -> Tensor:
+def attend_blocks(
+    query: Tensor, key: Tensor, value: Tensor, blocks: KeyBlocks, bias: Tensor | None = None
+) -> Tensor:
     """[b, heads, q, d], [b, kv heads, k, d] twice -> [b, heads, q, d]:
-    `scaled_dot_product_attention` with all keys."""
-    found: Tensor = _RingAttention.apply(query, key, value, blocks)
+    `scaled_dot_product_attention` with all keys. `bias` [b or 1, heads or 1, q or 1, all keys] is
+    added to the scores; its keys are in the order of positions."""
+    if bias is not None:
+        blocks = replace(blocks, biased=True)
+    found: Tensor = _RingAttention.apply(query, key, value, bias, blocks)
     return found
 
 
@@ -94,7 +100,14 @@ def _as_it_is(function: Callable) -> Callable:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     @_as_it_is
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: KeyBlocks) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None,
+        blocks: KeyBlocks,
+    ) -> Tensor:
         fused = _kernel(query, value, blocks) is not None
         wide = torch.promote_types(query.dtype, torch.float32)
         out = torch.zeros((*query.shape[:-1], value.shape[-1]), dtype=wide, device=query.device)
@@ -102,38 +115,52 @@ class _RingAttention(torch.autograd.Function):
         for source, (k, v) in _RingPasses(blocks, [key, value]):
             for q, rows, queries, keys, mask in blocks.pairs(source, query.device, fused):
                 part = query[:, :, q], _heads(k[:, :, rows], query), _heads(v[:, :, rows], query)
-                block, logs = _forward(*part, blocks, queries, keys, mask)
+                added = None if bias is None else _of_block(bias, q, keys)
+                block, logs = _forward(*part, blocks, queries, keys, mask, added)
                 merged = torch.logaddexp(total[:, :, q], logs)
                 safe = merged.masked_fill(merged == -torch.inf, 0.0)  # nothing seen as yet
                 out[:, :, q] *= (total[:, :, q] - safe).exp().unsqueeze(-1)
                 out[:, :, q] += block.to(wide) * (logs - safe).exp().unsqueeze(-1)
                 total[:, :, q] = merged
         out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, total.masked_fill(total == -torch.inf, 0.0))
+        logs = total.masked_fill(total == -torch.inf, 0.0)
+        ctx.save_for_backward(query, key, value, bias, out, logs)
         ctx.blocks = blocks
         return out
 
     @staticmethod
     @_as_it_is
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        query, key, value, out, total = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, bias, out, total = ctx.saved_tensors
         blocks, grad = ctx.blocks, grads[0].contiguous()
         fused = _kernel(query, value, blocks) is not None
         wide = torch.promote_types(query.dtype, torch.float32)
         dquery = torch.zeros_like(query, dtype=wide)
+        dbias = torch.zeros_like(bias, dtype=wide) if ctx.needs_input_grad[3] else None
         around = _RingPasses(blocks, [key, value])
         for source, (k, v) in around:
             found = [torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)]
             for q, rows, queries, keys, mask in blocks.pairs(source, query.device, fused):
                 part = query[:, :, q], _heads(k[:, :, rows], query), _heads(v[:, :, rows], query)
                 given = grad[:, :, q], out[:, :, q], total[:, :, q]
-                dq, dk, dv = _backward(*given, *part, blocks, queries, keys, mask)
+                added = None if bias is None else _of_block(bias, q, keys)
+                dq, dk, dv, db = _backward(*given, *part, blocks, queries, keys, mask, added)
                 dquery[:, :, q] += dq
+                if dbias is not None and db is not None:
+                    here = _of_block(dbias, q, keys)
+                    here += db.sum_to_size(here.shape)
                 found[0][:, :, rows] += _shared(dk, k)
                 found[1][:, :, rows] += _shared(dv, v)
             around.add(found)
         dkey, dvalue = around.home()
-        return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), None
+        made = dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype)
+        return *made, None if dbias is None else dbias.to(bias.dtype), None
+
+
+def _of_block(bias: Tensor, queries: slice, keys: Span) -> Tensor:
+    """A view of what is added to the scores of these rows of queries with these keys."""
+    rows = bias if bias.shape[2] == 1 else bias[:, :, queries]
+    return rows[..., slice(*keys)]
 
 
 def _heads(x: Tensor, query: Tensor) -> Tensor:
@@ -156,7 +183,7 @@ def _kernel(
 ) -> Literal["cpu", "flash"] | None:
     """Torch's kernel for a block that gives the log-sum-exp, and takes it back: on CPUs, and on
     CUDA flash attention (Dao et al. 2022), which takes no mask."""
-    if blocks.keep is not None or query.shape[-1] != value.shape[-1]:
+    if blocks.keep is not None or blocks.biased or query.shape[-1] != value.shape[-1]:
         return None
     half = (
         query.dtype in (torch.bfloat16, torch.float16)
@@ -176,6 +203,7 @@ def _forward(
     queries: Span,
     keys: Span,
     mask: Tensor | None,
+    added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(output, log-sum-exp of the scores [b, heads, q], -inf where nothing is seen)."""
     causal = blocks.causal(queries, keys, mask)
@@ -186,7 +214,7 @@ def _forward(
         )
         return out, logs
     if kernel is None:
-        weights, logs = _weights(query, key, blocks, causal, mask, None)
+        weights, logs = _weights(query, key, blocks, causal, mask, added, None)
         if blocks.keep is not None:
             weights = weights * blocks.keep(queries, keys).to(weights.dtype)
         return weights @ value.to(weights.dtype), logs
@@ -210,9 +238,10 @@ def _backward(
     queries: Span,
     keys: Span,
     mask: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    added: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of the block's query, key and value, given the output and the log-sum-exp of all
-    blocks."""
+    blocks; and of what is added to its scores."""
     causal = blocks.causal(queries, keys, mask)
     kernel = _kernel(query, value, blocks, mask)
     found: tuple[Tensor, Tensor, Tensor]
@@ -237,7 +266,7 @@ def _backward(
             seed.new_empty(()),
             scale=blocks.scale,
         )
-        return found
+        return *found, None
     if kernel == "cpu":
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad,
@@ -251,19 +280,21 @@ def _backward(
             attn_mask=_bias(mask, query),
             scale=blocks.scale,
         )
-        return found
-    weights, _ = _weights(query, key, blocks, causal, mask, logs)
+        return *found, None
+    weights, _ = _weights(query, key, blocks, causal, mask, added, logs)
     wide = weights.dtype
     grad, dweights = grad.to(wide), grad.to(wide) @ value.to(wide).transpose(-2, -1)
     used = weights
     if blocks.keep is not None:
         kept = blocks.keep(queries, keys).to(wide)
         used, dweights = weights * kept, dweights * kept
-    dscores = weights * (dweights - (grad * out.to(wide)).sum(-1, keepdim=True)) * blocks.scale
+    dadded = weights * (dweights - (grad * out.to(wide)).sum(-1, keepdim=True))
+    dscores = dadded * blocks.scale
     return (
         dscores @ key.to(wide),
         dscores.transpose(-2, -1) @ query.to(wide),
         used.transpose(-2, -1) @ grad,
+        dadded,
     )
 
 
@@ -273,11 +304,14 @@ def _weights(
     blocks: KeyBlocks,
     causal: bool,
     mask: Tensor | None,
+    added: Tensor | None,
     logs: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(softmax of the scores, their log-sum-exp: this one if it is given)."""
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = query.to(wide) @ key.to(wide).transpose(-2, -1) * blocks.scale
+    if added is not None:
+        scores = scores + added.to(wide)
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:

@@ -14,7 +14,9 @@ Each rank of a ring, or of a gather, has two stretches, from both ends (`order.z
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +38,12 @@ from weft.nn import (
 from weft.parallel import Crossing, Mesh, all_gather, no_sequence
 
 from ..microbatch import Batch, MicroBatch, SequenceInfo
+from .counts_by_size import CountsBySize
+from .followed_forwards import FollowedForwards
+from .known_sequences import KnownSequences
+from .mask_rules import mask_placeholder, rule_of, whole_mask
 from .ring_attention import KeyBlocks, Span, attend_blocks
+from .whole_marks import is_marked, set_whole, set_whole_shape, whole_of
 
 
 class MaskOfOwnKeys(UnsupportedModel):
@@ -61,13 +68,18 @@ class ContextParallel:
         }
         self.layout, self.mesh, self.randomness, self.inputs = plan.layout, mesh, randomness, inputs
         self.names, self._numbers = named_inputs(model), PositionNumbers(model)
-        self._plan = plan
+        self._plan, self.gathers = plan, any(step.gather is not None for step in plan.steps)
         self._positions: dict[int, Tensor] = {}  # by length
         self.heads = tuple(axis for axis, method in methods.items() if method == "ulysses")
         self.keys = tuple(axis for axis, method in methods.items() if method != "ulysses")
         self.travels = "ring" in methods.values()
         self.size = mesh.size(*methods)
         self.now, self.calls = SequenceInfo(), 0
+        self.known: KnownSequences | None = None
+        self.counts: CountsBySize | None = None
+        self.follows = True  # outside of graphs and losses
+        self.forwards = FollowedForwards()
+        self.graphs: tuple[str, ...] = ()  # modules that are compiled
 
     def __bool__(self) -> bool:
         return self.size > 1
@@ -106,11 +118,18 @@ class ContextParallel:
         if positions is None and "position_ids" in self.names:
             counted = self._numbers(samples, length, device, given.get("input_ids"))
             arguments["position_ids"] = given["position_ids"] = counted
-        wholes = tuple(
-            value
-            for value in given.values()
+        for name in self.names:  # of another input, as decoder_position_ids
+            ids = given.get(f"{name.removesuffix('position_ids')}input_ids")
+            if not name.endswith("position_ids") or name in given or ids is None:
+                continue
+            if ids.shape == (samples, length):
+                counted = self._numbers(samples, length, device, ids)
+                arguments[name] = given[name] = counted
+        wholes = {
+            key: value
+            for key, value in given.items()
             if value.shape == (samples, length) and not value.is_floating_point()
-        )
+        }
         valid = padding.bool() if padding is not None else None
         if valid is not None and bool(valid.all()):
             valid = None
@@ -119,11 +138,14 @@ class ContextParallel:
         def part(entries: dict[str, Any]) -> dict[str, Any]:
             return {key: share(value) for key, value in entries.items()}
 
-        def share(value: Any) -> Any:
-            whole = isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == length
-            return value[:, mine] if whole else value
+        def has_positions(value: Any) -> bool:
+            return isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == length
 
-        info = SequenceInfo(length, wholes, documents, valid)
+        def share(value: Any) -> Any:
+            return value[:, mine] if has_positions(value) else value
+
+        parted = tuple(key for key, value in arguments.items() if has_positions(value))
+        info = SequenceInfo(length, wholes, documents, valid, parted)
         return MicroBatch(part(batch), part(arguments), info)
 
     def positions(self, length: int, device: torch.device) -> Tensor:
@@ -144,14 +166,30 @@ class ContextParallel:
         """What runs from now on is of this microbatch, a part of what `cut` gave."""
         if not self:
             return
-        self.now = micro.sequence
+        self.now = now = micro.sequence
         device = next(iter(micro.batch.values())).device
-        self.randomness.rows = self.positions(self.now.length, device)
-        self.randomness.length = self.now.length
+        mine = self.positions(now.length, device)
+        self.randomness.rows, self.randomness.length = mine, now.length
+        every = torch.arange(now.length, device=device)
+        made = partial(whole_mask, queries=every, length=now.length)
+        if "position_ids" not in self.names:
+            self.counts = CountsBySize(mine)
+        if self._plan.staging is None:  # a stage receives tensors of which nothing is known
+            self.known = self.forwards.begin(micro, mine, made, self.counts)
+        if self.known is None:
+            return
+        for name in now.parted:
+            x, whole = micro.arguments[name], now.wholes.get(name)
+            if is_marked(x):
+                continue  # since its forward, which may have changed what it was given
+            set_whole_shape(x, (x.shape[0], now.length, *x.shape[2:]))
+            if whole is not None:
+                set_whole(x, whole.clone())
 
     def end(self) -> None:
         """What runs from now on has whole sequences."""
         self.now, self.randomness.rows = SequenceInfo(), None
+        self.known = self.counts = None
 
     def whole(self, x: Tensor, dim: int = 1) -> Tensor:
         """All positions, in their order, of what this rank has its part of."""
@@ -166,10 +204,21 @@ class ContextParallel:
             x = Crossing(Boundary({axis: Shard(dim)}, {axis: COPY}), True, self.mesh)(x)
         return self._ordered(x, dim)
 
+    def whole_entry(self, x: Tensor) -> Tensor | None:
+        """All positions of integers that every rank knows: what is made of the batch, or an entry
+        [b, s] of it."""
+        known, mine = whole_of(x), self.positions(self.now.length, x.device)
+        entries = self.now.wholes.values()
+        if known is None:
+            return next((e for e in entries if torch.equal(e[:, mine], x)), None)
+        if self.known is not None and not any(torch.equal(e, known.tensor) for e in entries):
+            self.known.use()
+        return known.tensor
+
     def _ordered(self, x: Tensor, dim: int) -> Tensor:
         """What all ranks have, one after the other, in the order of positions."""
         spans = (span for each in self._spans(x.shape[dim]) for span in each)
-        held = torch.tensor([i for span in spans for i in range(*span)])  # arange may be own_arange
+        held = torch.tensor([i for span in spans for i in range(*span)])  # arange may be replaced
         return x.index_select(dim, torch.argsort(held).to(x.device))
 
     # ---- attention -------------------------------------------------------------------------------
@@ -193,6 +242,13 @@ class ContextParallel:
         -> factors of the weights."""
         self.calls += 1
         pattern = self.pattern(query, key, attn_mask, is_causal)
+        bias = None
+        if self.known is not None and attn_mask is not None and not attn_mask.is_meta:
+            bias = self.known.added_to_scores(attn_mask, query.dtype)
+        if self.heads and bias is not None:
+            problem = f"attention is given a mask {list(bias.shape)} of its own, for all heads"
+            fix = f"use cp+ring or cp+gather in place of {self.heads[0]}"
+            raise UnsupportedModel("layout", str(self.layout), problem, fix)
         kind = query.device.type
         if torch.is_autocast_enabled(kind):
             query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
@@ -222,6 +278,7 @@ class ContextParallel:
             key,
             value,
             KeyBlocks(pattern, spans, rank, group, scale, factor, own, not self.travels),
+            bias,
         )
         for axis in reversed(self.heads):
             out = Crossing(_around_attention(axis), False, self.mesh)(out)
@@ -252,13 +309,18 @@ class ContextParallel:
         if mask is None:
             return AttentionPattern(is_causal)
         pattern = getattr(mask, "weft_pattern", None)
+        if pattern is None and self.known is not None and self.known.rows(mask) is not None:
+            return AttentionPattern(False)  # the mask is computed for all keys
         if pattern is None:
+            fix = "use is_causal, or a mask that weft.nn.attention_masks.causal_mask makes"
+            if mask.is_floating_point() and self.gathers:
+                fix += ", or make a learned bias in the block that adds it"
             raise MaskOfOwnKeys(
                 "layout",
                 str(self.layout),
                 f"attention is given a mask {list(mask.shape)}, which says nothing of other ranks'"
                 " keys",
-                "use is_causal, or a mask that weft.nn.attention_masks.causal_mask makes",
+                fix,
             )
         found: AttentionPattern = pattern
         return found
@@ -271,72 +333,17 @@ class ContextParallel:
                 "layout", str(self.layout), problem, "use cp, whose keys travel, or a smaller size"
             )
 
-    def own_arange(self, *args: Any, **kwargs: Any) -> Tensor:
-        """`torch.arange`. A model that takes no position_ids counts its positions itself: these are
-        this rank's. The trial finds one that counted something else."""
-        counted = torch.arange(*args, **kwargs)
-        here = self.now.length // self.size
-        asked = args[:1] == (here,) or args[:2] == (0, here) or kwargs.get("end") == here
-        if (
-            "position_ids" in self.names
-            or not asked
-            or counted.shape != (here,)
-            or counted.is_floating_point()
-        ):
-            return counted
-        return self.positions(self.now.length, counted.device).to(counted.dtype)
-
-    def own_diff(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """`torch.diff`, by which transformers finds where documents begin."""
-        made = torch.diff(input, *args, **kwargs)
-        if "position_ids" in self.names:  # with a mask
-            return made
-        return _without_jumps(made, input, self.positions(self.now.length, input.device))
-
-    def rule(
-        self,
-        samples: int,
-        here: int,
-        *,
-        mask_function: Callable,
-        allow_is_causal_skip: bool = True,
-        allow_is_bidirectional_skip: bool = False,
-        local_size: int | None = None,
-        added: torch.dtype = torch.bool,
-        **rest: Any,
-    ) -> Tensor | None:
-        """What transformers' mask is here; None where it would have none, with all positions at
-        hand. `added`: the dtype of one that is added to scores."""
-        now, zero = self.now, torch.zeros((), dtype=torch.long)
-        plain = (
-            now.valid is None
-            and now.documents is None
-            and (local_size is None or now.length < local_size)
-        )
-        if plain and (allow_is_causal_skip or allow_is_bidirectional_skip):
-            return None
-
-        def seen(q: Tensor, k: Tensor) -> Tensor:
-            try:
-                found: Tensor = mask_function(zero.to(q.device), zero.to(q.device), q, k)
-            except IndexError as error:
-                problem = "the model's mask depends on what this rank has of the batch"
-                raise UnsupportedModel(
-                    "layout", str(self.layout), problem, _advice_on_masks(self.names)
-                ) from error
-            return found
-
-        pattern = AttentionPattern(False, seen, now.documents, now.valid)
-        return mask_placeholder(pattern, samples, here, added)
+    def rule(self, samples: int, here: int, **asked: Any) -> Tensor | None:
+        """What transformers' mask is here."""
+        problem = "the model's mask depends on what this rank has of the batch"
+        fix = _advice_on_masks(self.names)
+        refusal = UnsupportedModel("layout", str(self.layout), problem, fix)
+        return rule_of(self.now, self.known, refusal, samples, here, **asked)
 
     def mask(self, position_ids: Tensor, window: int | None) -> Tensor | None:
         """What `masks.causal_mask` is here."""
-        here, mine = (
-            self.now.length // self.size,
-            self.positions(self.now.length, position_ids.device),
-        )
-        known = (whole for whole in self.now.wholes if torch.equal(whole[:, mine], position_ids))
-        whole = next(known, None)
+        here = self.now.length // self.size
+        whole = self.whole_entry(position_ids)
         if whole is None:
             whole = self.whole(position_ids)  # the model has made them
         rule = window_rule(window) if window is not None and window < self.now.length else None
@@ -344,30 +351,32 @@ class ContextParallel:
         return None if pattern.plain else mask_placeholder(pattern, position_ids.shape[0], here)
 
 
+@contextmanager
+def on_the_part(sequence: ContextParallel) -> Iterator[None]:
+    """Within this context functions see this rank's positions alone, as in a loss, whose sums are
+    of these, and in a graph, which is traced from them."""
+    outside, sequence.follows = sequence.follows, False
+    try:
+        yield
+    finally:
+        sequence.follows = outside
+
+
 class WholeSequence:
     """What runs between `begin` and `end` has whole sequences. `length`: of those that are parted
     outside; 0: none are."""
 
     def __init__(self, sequence: ContextParallel):
-        self._sequence, self._outside = sequence, (sequence.now, sequence.randomness.rows)
+        self._sequence = sequence
+        self._outside = sequence.now, sequence.randomness.rows, sequence.known, sequence.counts
         self.length = sequence.now.length
 
     def begin(self) -> None:
         self._sequence.end()
 
     def end(self) -> None:
-        self._sequence.now, self._sequence.randomness.rows = self._outside
-
-
-def _without_jumps(made: Tensor, counted: Tensor, mine: Tensor) -> Tensor:
-    """Differences of positions that the model has counted. Between this rank's two stretches lie
-    positions of other ranks."""
-    if counted.is_floating_point() or counted.shape[-1:] != mine.shape:
-        return made
-    here = torch.equal(counted, mine.expand_as(counted))
-    if not here or not torch.equal(made[..., 1:], counted.diff()):  # other numbers, or another dim
-        return made
-    return torch.cat((made[..., :1], torch.ones_like(made[..., 1:])), -1)
+        sequence = self._sequence
+        sequence.now, sequence.randomness.rows, sequence.known, sequence.counts = self._outside
 
 
 def _advice_on_masks(names: Sequence[str]) -> str:
@@ -380,23 +389,3 @@ def _advice_on_masks(names: Sequence[str]) -> str:
 def _around_attention(axis: str) -> Boundary:
     """Outside each rank has some positions of all heads, inside all positions of some heads."""
     return Boundary({axis: Shard(2)}, {axis: Shard(1)})
-
-
-def mask_placeholder(
-    pattern: AttentionPattern, samples: int, length: int, dtype: torch.dtype = torch.bool
-) -> Tensor:
-    """What a model hands on in place of a mask: no memory, and the rule with it."""
-    mask = torch.empty(samples, 1, length, length, dtype=dtype, device="meta")
-    mask.weft_pattern = pattern  # type: ignore[attr-defined]
-    return mask
-
-
-def whole_mask(placeholder: Tensor, queries: Tensor, length: int) -> Tensor:
-    """The mask [b, 1, q, length] that is stood for, of queries at these positions: bool, or added
-    to the scores."""
-    pattern: AttentionPattern = placeholder.weft_pattern  # type: ignore[attr-defined]
-    seen, dtype = pattern.rows(queries, length), placeholder.dtype
-    if dtype != torch.bool:
-        added = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-        seen = added.masked_fill_(~seen, torch.finfo(dtype).min)
-    return seen.expand(placeholder.shape[0], *seen.shape[1:])

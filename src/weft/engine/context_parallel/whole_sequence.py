@@ -19,7 +19,9 @@ from weft.nn import named_inputs
 from weft.parallel import dim_of_positions
 
 from ..whole_role import MixesPositions
-from .sequence import ContextParallel, WholeSequence, whole_mask
+from .mask_rules import whole_mask
+from .sequence import ContextParallel, WholeSequence, on_the_part
+from .whole_marks import dims_of_positions, is_alike, is_marked, set_whole_shape, whole_of
 
 
 def run_on_whole_sequences(model: nn.Module, plan: Plan, sequence: ContextParallel) -> None:
@@ -30,6 +32,22 @@ def run_on_whole_sequences(model: nn.Module, plan: Plan, sequence: ContextParall
     for module, name in modules.items():
         around = _AroundForward(name, "attention_mask" in named_inputs(module), sequence)
         module.forward = _whole_sequence_forward(around, module.forward)  # type: ignore[method-assign]
+
+
+def compute_graphs_on_parts(model: nn.Module, sequence: ContextParallel) -> None:
+    """Let modules that are compiled elsewhere compute here as their graphs do: nothing in them is
+    followed for all positions."""
+    for module in map(model.get_submodule, sequence.graphs):
+        module.forward = _on_the_part(module.forward, sequence)  # type: ignore[method-assign]
+
+
+def _on_the_part(forward: Callable[..., Any], sequence: ContextParallel) -> Callable[..., Any]:
+    @wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with on_the_part(sequence):
+            return forward(*args, **kwargs)
+
+    return call
 
 
 def _whole_sequence_forward(around: _AroundForward, forward: Callable[..., Any]) -> Any:
@@ -62,12 +80,14 @@ class _AroundForward:
         length = outside.length
 
         def own(x: Any) -> Any:
-            # [samples, positions, features], or [samples, positions, heads, features]
-            if not (isinstance(x, Tensor) and x.ndim >= 3 and x.shape[1] == length):
+            if not isinstance(x, Tensor):
                 return x
-            if x.ndim > 3 and x.shape[2] == length:  # heads may come first
-                return x
-            return x.index_select(1, self._sequence.positions(length, x.device))
+            # [samples, positions, features], or [samples, positions, heads, features]; of 4 dims,
+            # heads may come first
+            if x.ndim < 3 or x.shape[1] != length or (x.ndim > 3 and x.shape[2] == length):
+                return set_whole_shape(x, tuple(x.shape))
+            part = x.index_select(1, self._sequence.positions(length, x.device))
+            return set_whole_shape(part, tuple(x.shape))
 
         return tree_map(own, out) if length else out
 
@@ -80,7 +100,7 @@ class _AroundForward:
                 "lay its input batch first, or use dp or fsdp",
             )
         for x in pairs:
-            if self._whole_entry(x) is None:
+            if self._sequence.whole_entry(x) is None:
                 raise self._error(
                     f"and what enters as {list(x.shape)} may be of positions or not",
                     "if it is not, give the model another length of sequence; else use dp or fsdp",
@@ -98,20 +118,18 @@ class _AroundForward:
         advice = "write {lines} under [roles], or use dp or fsdp"  # around this one
         return MixesPositions.of(self._sequence.layout, problem, fix, self._name, advice)
 
-    def _whole_entry(self, x: Tensor) -> Tensor | None:
-        """The entry [b, s] of the batch of which this is a part."""
-        now = self._sequence.now
-        mine = self._sequence.positions(now.length, x.device)
-        return next((e for e in now.wholes if torch.equal(e[:, mine], x)), None)
-
     def _gathered(self, x: Any, length: int) -> Any:
         """All positions, in their order, of what has this rank's."""
-        if not isinstance(x, Tensor):
+        if not isinstance(x, Tensor) or is_alike(x):
             return x
-        if x.is_meta and hasattr(x, "weft_pattern"):  # else the model has computed with it
+        if x.is_meta and hasattr(x, "weft_pattern"):
             return whole_mask(x, torch.arange(length), length)
         here = length // self._sequence.size
-        if x.ndim == 2 and x.shape[1] == here:
-            return self._whole_entry(x)
-        dim = dim_of_positions(x.shape, here)
+        if whole_of(x) is not None or (x.ndim == 2 and x.shape[1] == here):
+            return self._sequence.whole_entry(x)
+        dim = by_size = dim_of_positions(x.shape, here)
+        if is_marked(x):
+            dim = next(iter(dims_of_positions(x)), None)
+            if self._sequence.known is not None and dim != by_size:
+                self._sequence.known.use()
         return x if dim is None else self._sequence.gathered(x, dim)

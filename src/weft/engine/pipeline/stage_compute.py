@@ -28,7 +28,7 @@ from weft.parallel import (
 )
 
 from ..compute_copies import ComputeCopies
-from ..context_parallel.sequence import ContextParallel
+from ..context_parallel.sequence import ContextParallel, on_the_part
 from ..draw_watch import DrawWatch, undrawable
 from ..fsdp_units import FSDPUnits
 from ..function_overrides import FunctionOverrides
@@ -274,7 +274,8 @@ class TrainingCompute:
                 return values, None
             if self._whole is not None:
                 return values, (*self._whole(microbatch, output, micro.batch), output)
-            return values, (*weighed_loss(self.loss, output, micro.batch), None)
+            with on_the_part(self.stages.sequence):
+                return values, (*weighed_loss(self.loss, output, micro.batch), None)
 
     def now(self) -> tuple[str, int]:
         """The kind of the action that runs, and its microbatch: or "ahead" for the first of two
