@@ -56,6 +56,8 @@ def ids_alone() -> dict[str, Tensor]:
 MIXTURE = partial(
     decoder, VOCAB, 32, 2, 4, seq_len=LENGTH, hidden=32, experts=4, balance=0.1, z=0.1
 )
+
+
 def smoothed(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """A loss of a user's own, of which a part is weft's."""
     total, count = cross_entropy(output, batch["labels"])
