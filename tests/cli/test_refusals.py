@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,14 +13,17 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
 # so that it is not first imported while a test has replaced what it imports
 import weft.verification.verify_model
 from tests.run_files import TINY
+from weft.checkpoint import Retention, save_checkpoint
 from weft.cli.app import app
 from weft.core.errors import NO_CODE, ConfigError
+from weft.core.shards import whole_shard
 from weft.launch import local_workers
 
 MINE = """
@@ -557,6 +561,23 @@ def test_a_run_file_of_others_runs_no_code(
     assert result.exit_code == 2, said
     assert f"{field} = '{value}': is code of the run file's own, which --no-code" in said
     assert not (tmp_path / "touched").exists() and str(tmp_path) not in sys.path
+
+
+def test_a_run_folder_of_others_is_exported_without_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (NO_CODE, "PYTHONSAFEPATH"):
+        monkeypatch.setenv(name, "")
+    (tmp_path / "touched.py").write_text("open('touched', 'w').close()")
+    adapted = 'adapter = { r = 2, target_modules = ["up"] }\nbuild = "touched:model"'
+    (tmp_path / "run.toml").write_text(re.sub(r"build = .*decoder.*", adapted, TINY))
+    piece = whole_shard("w", torch.zeros(2))
+    save_checkpoint(tmp_path / "checkpoints", 1, [piece], {}, {}, Retention(1))
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["checkpoint", "export", ".", "--to", "out", "--no-code"])
+    said = " ".join(result.output.split())
+    assert result.exit_code == 2 and "is code of the run file's own, which --no-code" in said, said
+    assert not (tmp_path / "touched").exists()
 
 
 def test_a_run_file_of_weft_alone_needs_no_code(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 
 import pytest
@@ -103,6 +104,18 @@ def test_flaw_names_the_region():
     assert coverage_flaw([box((0, 2)), box((1, 3))], (4,)) == "[1:2] of (4,) is in 2 chunks"
     assert coverage_flaw([box((0, 5))], (4,)) == "[0:5] lies outside of (4,)"
     assert coverage_flaw([box((0, 4))], (4, 1)) == "[0:4] lies outside of (4, 1)"
+
+
+def test_stairs_that_no_layout_makes_take_no_time():
+    """n columns, each cut in another place: n * n boxes are open at one edge or another."""
+    n = 5000
+    below = [box((0, column + 1), (column, column + 1)) for column in range(n)]
+    above = [box((column + 1, n + 1), (column, column + 1)) for column in range(n)]
+    since = time.monotonic()
+    assert "as no layout does" in str(coverage_flaw([*below, *above], (n + 1, n)))
+    assert time.monotonic() - since < 5.0
+    few = [*below[:3], *(box((part[0].start, 4), part[1].indices(n)[:2]) for part in above[:3])]
+    assert coverage_flaw(few, (4, 3)) is None
 
 
 def test_flaw_of_empty_and_0_dim_tensors():

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.cases import BATCH, LENGTH, SUBJECTS, VOCAB, Subject, tokens
-from weft.nn.losses import causal_lm, mse, next_token
+from weft.nn.losses import causal_lm, cross_entropy, mse, next_token
 from weft.nn.models import decoder
 
 
@@ -56,6 +56,14 @@ def ids_alone() -> dict[str, Tensor]:
 MIXTURE = partial(
     decoder, VOCAB, 32, 2, 4, seq_len=LENGTH, hidden=32, experts=4, balance=0.1, z=0.1
 )
+
+
+def smoothed(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """A loss of a user's own, of which a part is weft's."""
+    total, count = cross_entropy(output, batch["labels"])
+    return total + 1e-2 * output.square().sum(), count
+
+
 CASES = {
     "dropout": SUBJECTS["dropout"],
     "decoder": SUBJECTS["decoder"],
@@ -63,6 +71,7 @@ CASES = {
     "squares": Subject(Squares, of_squares, mse),
     "shifted": Subject(partial(decoder, VOCAB, 32, 2, 4, seq_len=LENGTH), ids_alone, next_token),
     "aligned": Subject(partial(decoder, VOCAB, 32, 2, 4, seq_len=LENGTH), tokens, causal_lm),
+    "smoothed": Subject(partial(decoder, VOCAB, 32, 2, 4, seq_len=LENGTH), tokens, smoothed),
     "experts": Subject(partial(MIXTURE, bias=0.05)),
     "capacity": Subject(partial(MIXTURE, capacity=1.0, gate="sigmoid", shared=1)),
 }

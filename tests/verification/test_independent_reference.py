@@ -122,6 +122,20 @@ MUTANTS = {
         "return total, counted.sum().to(total.dtype)",
         "return total, (counted | True).sum().to(total.dtype)",
     ),
+    "every label counts in a loss of one's own": (
+        "smoothed",
+        LOSSES,
+        "cross_entropy",
+        "return total, counted.sum().to(total.dtype)",
+        "return total, (counted | True).sum().to(total.dtype)",
+    ),
+    "weights of a loss of one's own doubled": (
+        "smoothed",
+        LOSSES,
+        "weighed_loss",
+        "return total, weight\n",
+        "return total, 2 * weight\n",
+    ),
     "mean of squares": ("squares", LOSSES, "mse", 'reduction="sum"', 'reduction="mean"'),
     "balance loss lost": (
         "experts",

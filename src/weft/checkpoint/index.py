@@ -170,9 +170,8 @@ def _read_index(path: Path, step: int) -> CheckpointIndex:
             raise damaged(f"of tensor {name!r}, {flaw}")
     if contents.step != step:
         problem = f"is the index of step {contents.step}"
-        raise CheckpointError(
-            "checkpoint", str(path), problem, f"name the folder step-{contents.step:06d} again"
-        )
+        again = f"name the folder step-{contents.step:06d} again"
+        raise DamagedCheckpoint("checkpoint", str(path), problem, again)
     return contents
 
 

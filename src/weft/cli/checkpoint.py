@@ -12,7 +12,17 @@ import typer
 from weft.core import ConfigError, nearest
 
 from .commands import Command, CommandGroup
-from .options import AsJson, Output, Settings, exit_codes, load, repeated_options, say
+from .options import (
+    AsJson,
+    NoCode,
+    Output,
+    Settings,
+    exit_codes,
+    load,
+    repeated_options,
+    rule_out_code,
+    say,
+)
 
 commands = typer.Typer(
     cls=CommandGroup,
@@ -64,10 +74,13 @@ def export(
     ema: Annotated[
         bool, typer.Option("--ema", help="The moving averages of the weights (train.ema).")
     ] = False,
+    no_code: NoCode = False,
 ) -> None:
     """Write a run's weights as a directory that transformers' from_pretrained loads; of a run that
     trains an adapter those of the adapter, as peft loads them."""
     with exit_codes():
+        if no_code:
+            rule_out_code()
         from weft.train import DTYPES, export_weights
 
         if dtype is not None and dtype not in DTYPES:
@@ -105,13 +118,14 @@ def import_(
     ],
     settings: Settings = None,
     output: Output = None,
+    no_code: NoCode = False,
 ) -> None:
     """Write a transformers directory's weights as step 0 of a run, from which weft train RUN.toml
     --resume starts."""
     with exit_codes():
         from weft.train import import_weights
 
-        run = load(run_file, settings, output=output)
+        run = load(run_file, settings, output=output, no_code=no_code)
         found = import_weights(source, run)
         begin = ["weft", "train", str(run_file), *repeated_options(settings, None, output)]
         say(

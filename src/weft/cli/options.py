@@ -94,6 +94,12 @@ def exit_codes() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
+def rule_out_code() -> None:
+    """From now on this process, and those that it starts, refuse code that a run file names."""
+    # nor may a file of the current directory stand in for a module that Python imports
+    os.environ.update({NO_CODE: "1", "PYTHONSAFEPATH": "1"})
+
+
 def load(
     path: Path,
     settings: list[str] | None = None,
@@ -108,8 +114,7 @@ def load(
     from weft.core import load_run
 
     if no_code:
-        # nor may a file of the current directory stand in for a module that Python imports
-        os.environ.update({NO_CODE: "1", "PYTHONSAFEPATH": "1"})
+        rule_out_code()
     overrides = key_values(settings, "train.steps=20") | dict(further or {})
     for key, text in (("layout.axes", layout), ("output", output)):
         if text is not None:

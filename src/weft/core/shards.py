@@ -21,6 +21,11 @@ import torch
 Index = tuple[slice, ...]  # one slice per dim, start and stop given, step 1
 Chunk = tuple[Index, Index]  # (where in the local tensor, where in the global tensor)
 Segment = tuple[int, int, int]  # (local start, global start, length) along one dim
+_MOST_VISITS = 16  # of each box in each dim: of a grid, as layouts make them, one
+
+
+class _NoGrid(Exception):
+    """Boxes that no layout makes: to look at them would take as long as their writer likes."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,11 @@ def coverage_flaw(boxes: Iterable[Index], shape: tuple[int, ...]) -> str | None:
     for box in boxes:
         if not _check_inside(box, shape):
             return f"{index_text(box)} lies outside of {shape}"
-    found = _flaw([box for box in boxes if 0 not in index_shape(box)], shape)
+    boxes = [box for box in boxes if 0 not in index_shape(box)]
+    try:
+        found = _flaw(boxes, shape, [_MOST_VISITS * (len(boxes) + 100) * (len(shape) + 1)])
+    except _NoGrid:
+        return f"{len(boxes)} chunks of {shape} divide it as no layout does"
     if found is None:
         return None
     where, times = found
@@ -162,9 +171,14 @@ def _check_inside(box: Index, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _flaw(boxes: Sequence[Index], shape: tuple[int, ...]) -> tuple[Index, int] | None:
+def _flaw(
+    boxes: Sequence[Index], shape: tuple[int, ...], left: list[int]
+) -> tuple[Index, int] | None:
     """Sweep along the first dim; between two edges the same boxes are open, and those must tile the
-    other dims."""
+    other dims. `left`: how many boxes may still be looked at. Raises _NoGrid."""
+    left[0] -= len(boxes)
+    if left[0] < 0:
+        raise _NoGrid
     if not shape:
         return None if len(boxes) == 1 else ((), len(boxes))
     opening, closing = defaultdict(list), defaultdict(list)
@@ -177,7 +191,7 @@ def _flaw(boxes: Sequence[Index], shape: tuple[int, ...]) -> tuple[Index, int] |
             del open_boxes[number]
         for number in opening[start]:
             open_boxes[number] = boxes[number][1:]
-        found = _flaw(list(open_boxes.values()), shape[1:])
+        found = _flaw(list(open_boxes.values()), shape[1:], left)
         if found is not None:
             return (slice(start, stop), *found[0]), found[1]
     return None

@@ -20,12 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from weft._torch.trees import tree_flatten
 from weft.core import Plan
 from weft.engine import LazyBatch, Loss
-from weft.nn import (
-    Randomness,
-    count_labels,
-    is_whole_batch,
-    weighed_loss,
-)
+from weft.nn import Randomness, is_whole_batch
 from weft.parallel import Mesh, call_forwards_with_hooks, cast_arguments, parallelize
 
 from .activation_recorder import ActivationRecorder, record_activations
@@ -34,7 +29,7 @@ from .plain.draw_laws import DrawLaws
 from .plain.experts import PlainExperts
 from .plain.functions import PlainFunctions
 from .plain.inputs import plain_arguments, plain_inputs
-from .plain.losses import plain_loss
+from .plain.losses import own_loss, plain_loss
 from .plain.parameter_groups import leave_frozen, plain_optimizer
 from .plain.places import name_places
 
@@ -141,7 +136,7 @@ class PlainRun:
                     elif piece == self.pieces - 1:
                         together, nbytes = _together([*outputs, output], size)
                         read = LazyBatch(batch, batch.__getitem__)
-                        part, count = weighed_loss(self.case.loss, together, read)
+                        part, count, _ = own_loss(self.case.loss, together, read)
                         nbytes += [(-1, entry.nbytes) for entry in read.read.values()]
                         if record is not None:
                             record.loss_bytes = tuple(nbytes)
@@ -259,9 +254,7 @@ def loss_of(loss: Loss, output: Any, batch: Batch) -> tuple[Tensor, Any, Sequenc
     """(sum, weight, labels of each cross-entropy): by the definition where it is one of weft's."""
     plain = plain_loss(loss)
     if plain is None:
-        with count_labels() as counted:
-            total, weight = weighed_loss(loss, output, batch)
-        return total, weight, counted
+        return own_loss(loss, output, batch)
     total, weight, labels = plain(output, batch)
     return total, weight, [labels] if labels else []
 

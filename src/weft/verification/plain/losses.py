@@ -1,20 +1,24 @@
-"""weft's losses in plain torch: its cross-entropy of whole logits, and squares of differences."""
+"""Losses in plain torch: weft's cross-entropy of whole logits, and squares of differences; those of
+users as they are, but that `weft.losses.cross_entropy` in them has this definition too."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.nn import causal_lm, classification, mse, next_token
+from weft._torch.trees import tree_map
+from weft.nn import causal_lm, classification, cross_entropy_by, mse, next_token, weighed_loss
 
 # (output, batch) -> (sum, weight, how many labels were asked for)
 PlainLoss = Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, Tensor, int]]
 NONE = -100  # in place of a label that does not count
+_LOW = (torch.bfloat16, torch.float16)
 
 
 def plain_loss(loss: Callable[..., Any]) -> PlainLoss | None:
@@ -24,12 +28,46 @@ def plain_loss(loss: Callable[..., Any]) -> PlainLoss | None:
     return _PLAIN.get(loss)
 
 
-def _entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, int]:
+def own_loss(
+    loss: Callable[..., Any], output: Any, batch: Mapping[str, Tensor]
+) -> tuple[Tensor, Any, list[int]]:
+    """(sum, weight, labels of each cross-entropy) of a loss of the user's own. It gets outputs in
+    float32 where the model computes below that, unless it is marked as one that widens them.
+    Raises ConfigError: it returns something else."""
+    asked = list[int]()
+
+    def entropy(logits: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
+        total, weight, count = _entropy(logits, labels, ignored)
+        asked.append(count)
+        return total, weight
+
+    def wide(leaf: Any) -> Any:
+        return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _LOW else leaf
+
+    marked = loss
+    while isinstance(marked, functools.partial):
+        marked = marked.func
+    given = output if getattr(marked, "vocab_parallel", False) else tree_map(wide, output)
+    with cross_entropy_by(entropy):
+        found = loss(given, batch)
+    match found:
+        case (Tensor() as total, weight) if total.numel() == 1 and _is_number(weight):
+            weight = weight.reshape(()) if isinstance(weight, Tensor) else weight
+            return total.reshape(()), weight, asked
+    weighed_loss(loss, output, batch)  # says what is wrong with it
+    raise TypeError(f"{loss} returns {found}")
+
+
+def _is_number(weight: Any) -> bool:
+    return weight.numel() == 1 if isinstance(weight, Tensor) else isinstance(weight, Real)
+
+
+def _entropy(logits: Tensor, labels: Tensor, ignored: int = NONE) -> tuple[Tensor, Tensor, int]:
     rows, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
-    if rows.dtype in (torch.bfloat16, torch.float16):
+    if rows.dtype in _LOW:
         rows = rows.float()
-    total = F.cross_entropy(rows, targets, ignore_index=NONE, reduction="sum")
-    return total, (targets != NONE).sum().to(rows.dtype), labels.numel()
+    total = F.cross_entropy(rows, targets, ignore_index=ignored, reduction="sum")
+    return total, (targets != ignored).sum().to(rows.dtype), labels.numel()
 
 
 def _logits(output: Any) -> Tensor:
