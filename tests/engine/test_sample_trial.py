@@ -94,6 +94,21 @@ class Noisy(nn.Module):
         return self.last(x + torch.randn_like(x))
 
 
+class Unwatched(nn.Module):
+    """Its branch is drawn by what torch's generators do not tell, as `os.urandom` is: here, of one
+    sample, three times the one and then the other."""
+
+    singles = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Unwatched.singles += len(x) == 1
+        return self.last(x) * (2.0 if len(x) == 1 and Unwatched.singles <= 3 else 1.0)
+
+
 class BatchStatistics(nn.Module):
     """Batch norm without running statistics, whose statistics weft makes those of all samples."""
 
@@ -316,6 +331,12 @@ def test_what_does_not_is_trained(pool: Pool, name: str, layout: str) -> None:
 def test_microbatches_of_what_keeps_state_are_trained() -> None:
     """As on one device, they come one after the other."""
     assert begin(Remembering, features, mse, "dp1", accumulate=2) > 0.0
+
+
+def test_a_branch_that_is_drawn_is_not_said_to_mix_samples() -> None:
+    Unwatched.singles = 0
+    assert begin(Unwatched, features, mse, "dp1", accumulate=2) > 0.0
+    assert Unwatched.singles > 3
 
 
 def test_microbatches_are_parts_of_the_batch_too() -> None:

@@ -16,6 +16,8 @@ from weft.launch import rank_process, watchdog as watchdog_file
 from weft.launch.local_workers import run_workers
 from weft.launch.watchdog import LEAST_S, RARE_S, TIMES, Watchdog
 from weft.losses import next_token
+from weft.verification.compare import hang_s, start_s
+from weft.verification.reference import Reference
 from weft.verification.verify_model import verify_case
 
 
@@ -65,6 +67,25 @@ def test_a_rank_that_is_stuck_before_the_first_step(capfd: Any) -> None:
     assert "no progress for 3 s: rank 1 is in no collective, and is waited for" in said
     assert "rank 1: after it began building the model, is in no collective, but at" in said
     assert "test_hang.py" in said and "time.sleep(1000)  # in its making" in said
+
+
+@pytest.mark.parametrize(
+    ("built_s", "took_s", "step_s", "begin_s"),
+    [
+        (0.1, [0.2, 0.1], 60.0, 120.0),
+        (2.0, [28.0, 0.1], 300.0, 300.0),  # the first step is of its own
+        (2.0, [4.0, 5.0, 6.0], 240.0, 120.0),
+    ],
+)
+def test_the_limit_follows_from_the_reference(
+    built_s: float, took_s: list[float], step_s: float, begin_s: float
+) -> None:
+    case = Subject(Stuck, tokens, next_token).case()
+    reference = Reference((), built_s=built_s, took_s=took_s)
+    assert hang_s(case, "dp2", reference) == pytest.approx(step_s)
+    assert start_s(case, "dp2", reference) == pytest.approx(begin_s)
+    assert hang_s(replace(case, hang_s=7.0), "dp2", reference) == 7.0
+    assert start_s(replace(case, hang_s=7.0), "dp2", reference) is None
 
 
 def idle() -> None:

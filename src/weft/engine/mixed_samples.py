@@ -28,6 +28,7 @@ from .microbatch import Batch
 from .random_projection import RandomProjection, size_of
 from .trial_run import first_tensor
 
+REPEATS = 5  # one of two branches, drawn each time, is the same in all of them in 1 of 32 runs
 SMALL = 1e-6  # of a mean loss: roundings are all that is left of it
 Seen = Callable[[str, Any], None]
 
@@ -86,10 +87,14 @@ class SamplePair:
         return None if drew else found
 
     def _repeats(self, alone: list[Any]) -> bool:
-        """Whether a sample alone gives again what it gave. What keeps state says nothing."""
-        again, _ = self._leaves(_sample(self._pair, 0))
-        both = zip(alone, again, strict=True)
-        return not any(isinstance(x, Tensor) and self._differ(x, y) for x, y in both)
+        """Whether a sample alone gives again what it gave, each time. What keeps state says
+        nothing, nor does what is drawn from a source that is not watched."""
+        for _ in range(REPEATS):
+            again, _ = self._leaves(_sample(self._pair, 0))
+            both = zip(alone, again, strict=True)
+            if any(isinstance(x, Tensor) and self._differ(x, y) for x, y in both):
+                return False
+        return True
 
     def _find(self) -> Mixing | None:
         together, join = self._leaves(self._pair)

@@ -49,7 +49,8 @@ class Watchdog:
     """
 
     def __init__(self, limit_s: float | None, world: tuple[dist.Store, int, int] | None = None):
-        self._set_s, self._rare, self._starts, self._alone = limit_s, False, False, False
+        self._set_s, self._rare, self._alone = limit_s, False, False
+        self._start_s: float | None = None  # of what comes before the first step
         self._world = world
         self._at, self._since = "the start", time.monotonic()
         self._waited = self._since  # when last another rank was at what is rare
@@ -78,13 +79,15 @@ class Watchdog:
             self._since, self._rare = time.monotonic(), False
 
     @contextmanager
-    def starting(self) -> Iterator[None]:
-        """In this context ranks do together what comes before the first step."""
-        self._starts = True
+    def starting(self, limit_s: float | None = None) -> Iterator[None]:
+        """In this context ranks do together what comes before the first step. `limit_s`: as of the
+        class; default: LONGER times the limit that is set."""
+        if self._set_s is not None:
+            self._start_s = self._set_s * LONGER if limit_s is None else limit_s
         try:
             yield
         finally:
-            self._since, self._starts = time.monotonic(), False
+            self._since, self._start_s = time.monotonic(), None
 
     @contextmanager
     def alone(self, doing: str) -> Iterator[None]:
@@ -101,8 +104,10 @@ class Watchdog:
         """Seconds without progress that are a hang, now."""
         if self._rare:
             return self._rare_s
+        if self._start_s is not None:
+            return self._start_s
         if self._set_s is not None:
-            return self._set_s * (LONGER if self._starts else 1)
+            return self._set_s
         if len(self._took) < FIRST:
             return RARE_S
         return max(LEAST_S, TIMES * max(self._took))

@@ -106,7 +106,7 @@ def run_coded(case: Case, layout: str, steps: int) -> Reference:
             optimizer.step()
         optimizer.zero_grad()
         experts.move()
-        found.slowest_s = max(found.slowest_s, time.monotonic() - begun)
+        found.took_s.append(time.monotonic() - begun)
         if step == 0:
             found.updated = {n: p.detach().clone() for n, p in params.items()}
     found.final = final_state(model, [optimizer], params)

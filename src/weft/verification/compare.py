@@ -57,6 +57,9 @@ from .tensor_errors import (
     weight_errors,
 )
 
+# of the reference's own, which has no audit, no trial, and each rank's core to itself
+TIMES_FIRST = 5
+
 
 def check_layout(case: Case, layout: str, reference: Reference) -> LayoutResult:
     """Run the case under `layout` in this process group; the result, the same on every rank."""
@@ -65,12 +68,26 @@ def check_layout(case: Case, layout: str, reference: Reference) -> LayoutResult:
 
 
 def hang_s(case: Case, layout: str, reference: Reference) -> float:
-    """Seconds without a step that are a hang. All ranks may share the cores of the reference."""
+    """Seconds without a step that are a hang. All ranks may share the cores of the reference, whose
+    first step imports and allocates what later ones have."""
     if case.hang_s is not None:
         return case.hang_s
     if case.compile != "off":
         return RARE_S
-    return max(LEAST_S, TIMES * Layout.parse(layout).world * reference.slowest_s)
+    later = max(reference.took_s[1:], default=0.0)
+    return max(LEAST_S, Layout.parse(layout).world * TIMES * later, _first_s(layout, reference))
+
+
+def start_s(case: Case, layout: str, reference: Reference) -> float | None:
+    """Seconds before the first step, without progress, that are a hang; None: they follow from the
+    limit that is set."""
+    return max(2 * LEAST_S, _first_s(layout, reference)) if case.hang_s is None else None
+
+
+def _first_s(layout: str, reference: Reference) -> float:
+    """What building the model and the first step may take on ranks that share the cores."""
+    took_s = reference.built_s + sum(reference.took_s[:1])
+    return Layout.parse(layout).world * TIMES_FIRST * took_s
 
 
 def build(case: Case, layout: str, plan: Plan | None) -> tuple[nn.Module, Plan]:
@@ -124,7 +141,8 @@ def set_trial_aside(engine: TrainingEngine) -> Callable[[dict[str, Tensor]], Non
 
 def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
     case = reference.case or case
-    with Watchdog(hang_s(case, layout, reference)) as start, start.starting():
+    limit_s = start_s(case, layout, reference)
+    with Watchdog(hang_s(case, layout, reference)) as start, start.starting(limit_s):
         with start.alone("building the model"):
             model, plan = build(case, layout, reference.plan)
         engine = make_engine(case, plan, model)

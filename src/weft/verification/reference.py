@@ -54,7 +54,8 @@ class Reference:
     loss_bytes: tuple[tuple[int, int], ...] = ()
     # labels of each cross-entropy of step 0, for one sample
     labels: tuple[float, ...] = ()
-    slowest_s: float = 0.0  # of the steps
+    built_s: float = 0.0  # what building the model took
+    took_s: list[float] = field(default_factory=list)  # each step
     # what backward begins with, in fp16, where after `losses` a step overflows
     loss_scale: float = 1.0
     # laws that what was drawn for both sides breaks: masks, random numbers, the order of samples
@@ -81,8 +82,10 @@ def reference_steps(
 ) -> Generator[dict[str, nn.Parameter], None, Reference]:
     """The same step by step: gives the weights after each, which may be changed before the next."""
     scale = fitting_scale(case, in_microbatches) if case.precision == "fp16" else 1.0
+    begun = time.monotonic()
     run, record = PlainRun(case, in_microbatches), StepRecord()
     found = Reference(tuple(name for name, _ in run.model.named_parameters()), loss_scale=scale)
+    found.built_s = time.monotonic() - begun
     run.loss_scale = scale
     for step in range(steps):
         begun, batch = time.monotonic(), case.whole_batch_of(step)
@@ -102,7 +105,7 @@ def reference_steps(
             )
         found.norms.append(norms_of(found.gradients[-1])[0])
         run.update(case.clip)
-        found.slowest_s = max(found.slowest_s, time.monotonic() - begun)
+        found.took_s.append(time.monotonic() - begun)
         yield run.params
         if step == 0:
             found.updated = {n: p.detach().clone() for n, p in run.params.items()}
