@@ -69,6 +69,25 @@ class FixedHeads(FusedAttention):
         return self.proj(out.transpose(1, 2).reshape(b, s, -1))
 
 
+class _InTrainingAlone(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, training: bool) -> Tensor:
+        ctx.training = training
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        assert ctx.training, "call model.train() first"
+        return grads[0], None
+
+
+class Reversible(Fused):
+    """As Reformer's layers."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return _InTrainingAlone.apply(super().forward(input_ids), self.training)
+
+
 class Convolved(nn.Module):
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -246,6 +265,13 @@ def test_a_plan_that_has_a_sample_leaves_it_whole(pool: Pool, layout: str) -> No
     world = weft.Layout.parse(layout).world
     got = pool.run(partial(begin, fixed_heads, layout), world=world)[0]
     assert got == pytest.approx(pool.run(begin, fixed_heads, "dp1", world=1)[0], rel=1e-5)
+
+
+def test_a_backward_that_raises_in_evaluation_mode_is_refused(pool: Pool) -> None:
+    message = "in evaluation mode, where the model's backward raises: call model.train"
+    with pytest.raises(UnsupportedModel, match=message):
+        pool.run(begin, Reversible, "tp2", world=2)
+    pool.run(begin, Reversible, "dp2", world=2)
 
 
 def test_an_attention_that_stays_whole_is_refused_under_sequence() -> None:

@@ -29,7 +29,13 @@ from weft.parallel import SEQUENCE_AXES, Mesh, parallelize
 from .all_ranks_come import all_ranks_come
 from .context_parallel.sequence import ContextParallel
 from .context_parallel.whole_sequence import compute_graphs_on_parts, run_on_whole_sequences
-from .forward_refusals import CUTTING, advice, does_not_run, does_not_run_in_part
+from .forward_refusals import (
+    CUTTING,
+    advice,
+    does_not_run,
+    does_not_run_in_part,
+    has_no_backward_to_try,
+)
 from .function_overrides import FunctionOverrides
 from .gathered_model import copy_without_weights
 from .microbatch import Batch, MicroBatch
@@ -106,7 +112,10 @@ class ShardingTrial:
         try:
             return last, self._run(last, held, None, self._plan, None)
         except TrialError as problem:
-            raise problem.__cause__ or problem from None
+            cause = problem.__cause__ or problem
+            if problem.backward:
+                raise has_no_backward_to_try(self._plan, cause) from cause
+            raise cause from None
 
     def _run(
         self,

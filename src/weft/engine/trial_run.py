@@ -60,11 +60,11 @@ class _NoDropout(TorchFunctionMode):
 
 
 class TrialError(Exception):
-    """The model raised. `module`: where."""
+    """The model raised. `module`: where. `backward`: whether in its backward."""
 
-    def __init__(self, module: str):
+    def __init__(self, module: str, backward: bool = False):
         super().__init__(module)
-        self.module = module
+        self.module, self.backward = module, backward
 
 
 class TrialRun:
@@ -267,6 +267,7 @@ class TrialRun:
         if self._sequence is not None:
             self._sequence.begin(micro)
         inside: list[str] = []
+        backward = False
         try:
             with module_calls(model, self._seen) as inside, self._run.weights():
                 output = first_tensor(self._run.forward(arguments), integers=True)
@@ -281,6 +282,7 @@ class TrialRun:
                 record.output_shape = shape
                 share = 1.0 if self._whole is None else self._part_of_sum(rows)
                 record.output = share * self._project(output, rows, shape)
+                backward = True
                 if output.requires_grad:
                     self._backward(output, rows, shape)
         except MaskOfOwnKeys as problem:
@@ -288,7 +290,7 @@ class TrialRun:
         except Refusal:
             raise
         except Exception as problem:
-            raise TrialError(inside[-1] if inside else "") from problem
+            raise TrialError(inside[-1] if inside else "", backward) from problem
         finally:
             if self._sequence is not None:
                 self._sequence.end()
