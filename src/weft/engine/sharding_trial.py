@@ -196,7 +196,7 @@ class ShardingTrial:
         names = list(whole.grads)
         total = sqrt(sum(whole.sizes.values()))
         wrong = {
-            name: _distance(whole.grads[name], found.grads[name], 0.0) / total
+            name: _distance(whole.grads[name], found.grads[name], total)
             for name in names
             if total
             and not _distance(
