@@ -31,7 +31,12 @@ from weft._torch.modules import (
     run_forward_hooks,
     wrap_hooks,
 )
-from weft._torch.tensors import storage_id, whole_tensor
+from weft._torch.tensors import (
+    StorageWeakRef,
+    storage_id,
+    whole_tensor,
+    without_function_modes,
+)
 from weft.core import (
     DtypeRule,
     InputRef,
@@ -236,7 +241,9 @@ class _StageExecution:
         self.versions: dict[int, int] = {}  # of received tensors, when they were placed
         self.sent: dict[int, Tensor] = {}
         self.tainted: dict[int, weakref.ref] = {}  # tensors that depend on weights
-        self.dirty: set[int] = set()  # storages of others into which such a tensor was written
+        # storages of others into which such a tensor was written; while there is a weak reference,
+        # no other storage gets the address
+        self.dirty: dict[int, StorageWeakRef] = {}
         self.buffers = {id(owner.model.get_buffer(name)) for name in program.buffers}
 
     def finish(self) -> dict[int, Tensor]:
@@ -447,7 +454,10 @@ class _StageExecution:
             t = argument_at(at, args, kwargs)
             if not self._is_tainted(t):
                 self._taint(t)
-                self.dirty.add(storage_id(t))
+                key = storage_id(t)
+                if key >= 0:  # below 0: no other tensor shares its memory
+                    with without_function_modes():
+                        self.dirty[key] = StorageWeakRef(t.untyped_storage())
 
 
 class _FunctionsBetween(TorchFunctionMode):
