@@ -1298,6 +1298,20 @@ def test_another_number_of_values_is_refused() -> None:
         line.forward({"x": torch.ones(5, 8)})
 
 
+def test_what_torch_does_not_run_without_a_tensor_is_refused() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        rows = m.a(x)
+        return torch.vmap(torch.mul)(m.b(x), rows)  # which no mode sees
+
+    line = Line(
+        Written(forward),
+        split_stages(trace_forward(Written(forward), {"x": torch.ones(3, 8)}), ["b"]),
+    )
+    says = r"and `return torch.vmap.*` at test_split_model.py:\d+ does not run without it"
+    with pytest.raises(UnsupportedModel, match=says):
+        line.forward({"x": torch.ones(3, 8)})
+
+
 def test_an_error_of_the_model_is_its_own() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         h = m.b(m.a(x))

@@ -42,6 +42,7 @@ def attend_eagerly(
     """
     length = sequence.now.length
     sequence.pattern(query, key, mask, False)  # refuses what says nothing of other keys
+    sequence.check_path()
     sequence.calls += 1
     key, value = sequence.gathered(key, 2), sequence.gathered(value, 2)
     if mask is not None and mask.is_meta:

@@ -223,6 +223,16 @@ class ContextParallel:
 
     # ---- attention -------------------------------------------------------------------------------
 
+    def check_path(self) -> None:
+        """Refuse what exchanges tensors with other ranks where they may not come. Raises
+        UnsupportedModel."""
+        deciding = self.known.own_reads.deciding() if self.known is not None else ""
+        if deciding:
+            problem = f"{deciding} decides whether attention runs, and each rank has its own"
+            problem += " positions of what is read there"
+            fix = "use dp or fsdp, or let the forward call attention equally often for all data"
+            raise UnsupportedModel("layout", str(self.layout), problem, fix)
+
     @torch.compiler.disable  # messages between ranks overlap with blocks of keys
     def attention(
         self,
@@ -240,6 +250,7 @@ class ContextParallel:
         """`scaled_dot_product_attention` of this rank's positions with all. `keep`: (first head,
         how many are here, how many the ranks that share the sequence have; queries; keys; device)
         -> factors of the weights."""
+        self.check_path()
         self.calls += 1
         pattern = self.pattern(query, key, attn_mask, is_causal)
         bias = None

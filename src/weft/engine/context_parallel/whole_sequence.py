@@ -68,6 +68,7 @@ class _AroundForward:
         """Raises MixesPositions for what does not tell which positions it is of."""
         outside = WholeSequence(self._sequence)
         if outside.length:
+            self._sequence.check_path()
             self._check(tree_leaves((args, kwargs), Tensor), outside)
             args, kwargs = tree_map(lambda x: self._gathered(x, outside.length), (args, kwargs))
             self._sequence.calls += 1

@@ -31,18 +31,14 @@ from weft._torch.modules import (
     run_forward_hooks,
     wrap_hooks,
 )
-from weft._torch.tensors import (
-    StorageWeakRef,
-    storage_id,
-    whole_tensor,
-    without_function_modes,
-)
+from weft._torch.tensors import StorageWeakRef, storage_id, whole_tensor, without_function_modes
 from weft.core import (
     DtypeRule,
     InputRef,
     OpaqueRef,
     ParamRef,
     PathNode,
+    Refusal,
     Staging,
     TensorRef,
     UnsupportedModel,
@@ -58,6 +54,7 @@ from weft.pipeline import (
     function_name,
     is_parameter,
     map_tensors,
+    raised_in_torch,
     source_line,
     tensors_in,
     tensors_read,
@@ -120,6 +117,12 @@ class StageForward:
                 output = self.model(**inputs)
         except _Stop:
             output = None
+        except Exception as error:
+            line, values = raised_in_torch(error)
+            absent = next((x for x in values if isinstance(x, PlaceholderTensor)), None)
+            if absent is None or isinstance(error, Refusal):
+                raise
+            raise _does_not_run(absent.about, line, error) from error
         finally:
             self._run = None
         return run.finish(), output if stage == len(self.staging.stages) - 1 else None
@@ -458,6 +461,14 @@ class _StageExecution:
                 if key >= 0:  # below 0: no other tensor shares its memory
                     with without_function_modes():
                         self.dirty[key] = StorageWeakRef(t.untyped_storage())
+
+
+def _does_not_run(absent: str, line: str, error: Exception) -> UnsupportedModel:
+    """The refusal of a line that raises of another stage's tensor."""
+    why = next(iter(str(error).splitlines()), "").rstrip(".") or type(error).__name__
+    problem = f"it is another stage's, and {line} does not run without it: {why}"
+    fix = "put that line into a module that is not cut, or cut elsewhere"
+    return UnsupportedModel("pipeline.cut", absent, problem, fix)
 
 
 class _FunctionsBetween(TorchFunctionMode):
