@@ -418,6 +418,17 @@ def sums_in_turn(m: Any, x: Tensor) -> Tensor:
     return m.d(h)
 
 
+class ByRow(nn.Module):
+    """No function inside is seen."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.vmap(torch.mul)(x, y)
+
+
+def transformed(m: Any, x: Tensor) -> Tensor:
+    return m.d(m.c(m.rows(m.a(x), m.b(x))))
+
+
 def views(m: Any, x: Tensor) -> Tensor:
     h = m.a(x)
     left = h[:, :4]
@@ -444,6 +455,11 @@ FORWARDS = [
 def test_a_plain_forward(forward: Callable, points: list[str]) -> None:
     torch.manual_seed(0)
     hold(Written(forward), points, {"x": torch.randn(3, 8)}, {"x": torch.randn(5, 8)})
+
+
+@pytest.mark.parametrize("points", [["b"], ["c"], ["rows"], ["b", "c", "d"]], ids=str)
+def test_a_module_in_which_nothing_is_seen_reads_what_it_is_given(points: list[str]) -> None:
+    hold(Written(transformed, rows=ByRow()), points, {"x": torch.randn(3, 8)})
 
 
 def test_modules_that_change_their_input() -> None:

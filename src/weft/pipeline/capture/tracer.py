@@ -268,6 +268,7 @@ class _ForwardTracer(TorchFunctionMode):
         finally:
             self.open.pop()
             self.began.pop()
+        self._reads_unseen(event, out, args, kwargs, index)
         event.output = self._describe(out, index, args, kwargs)
         self._finish(event, first, flops)
         return out
@@ -350,6 +351,20 @@ class _ForwardTracer(TorchFunctionMode):
             event.reads.add(self._number(t, index, UNSEEN_BY_TORCH) if written is None else written)
         else:
             event.reads.add(self.numbers[id(t)])
+
+    def _reads_unseen(
+        self, event: GraphNode, out: Any, args: tuple, kwargs: dict, index: int
+    ) -> None:
+        """Of a call that returns what no function was seen to make, as within vmap: it may read
+        all that it was given, and all weights of the module."""
+        given = [t for _, t in arguments(args, kwargs)]
+        came = set(map(id, given))
+        new = (t for t in tensors_in(out) if t.requires_grad and id(t) not in came)
+        if all(id(t) in self.numbers or id(t) in self.state for t in new):
+            return
+        for t in (*given, *self.modules[event.name].parameters()):
+            if self._is_tracked(t):
+                self._reads(event, t, index)
 
     def _writes(self, event: GraphNode, at: InputRef, t: Tensor, index: int) -> None:
         name = self.state.get(id(t))
