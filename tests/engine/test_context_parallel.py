@@ -1106,7 +1106,7 @@ def test_a_forward_is_followed_where_that_changes_what_it_computes(pool: Pool, w
     ("what", "tried", "says"),
     [
         ("mask", False, "says nothing of other ranks' keys"),
-        ("other", False, "attention to another sequence"),
+        ("other", False, "keys for .* queries on a rank: to another sequence, or"),
         ("none", False, "never calls scaled_dot_product_attention"),
         ("sum", True, "changes the model's output"),
         ("sum", False, "changes the model's output"),

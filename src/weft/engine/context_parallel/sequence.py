@@ -226,10 +226,11 @@ class ContextParallel:
     def check_path(self) -> None:
         """Refuse what exchanges tensors with other ranks where they may not come. Raises
         UnsupportedModel."""
-        deciding = self.known.own_reads.deciding() if self.known is not None else ""
-        if deciding:
-            problem = f"{deciding} decides whether attention runs, and each rank has its own"
-            problem += " positions of what is read there"
+        if self.known is not None and (deciding := self.known.own_reads.deciding()):
+            problem = (
+                f"whether attention runs depends on {deciding}, where each rank reads what its own"
+                " positions give"
+            )
             fix = "use dp or fsdp, or let the forward call attention equally often for all data"
             raise UnsupportedModel("layout", str(self.layout), problem, fix)
 
@@ -311,7 +312,12 @@ class ContextParallel:
                 "use dp or fsdp",
             )
         if key.shape[2] != query.shape[2]:
-            raise refuse("attention to another sequence", "use dp or fsdp")
+            keys = f"{key.shape[2]} keys for {query.shape[2]} queries"
+            raise refuse(
+                f"attention of {keys} on a rank: to another sequence, or also to keys of no"
+                " position, as a learned prefix",
+                'use dp or fsdp, or declare the module around it "whole_sequence" under [roles]',
+            )
         if mask is None and self.now.valid is not None:
             raise refuse(
                 "the model is given an attention_mask with padding, and calls attention without it",
