@@ -47,9 +47,7 @@ def mean_comms(
     times in forward, and `again` in backward."""
     if crossing.entered is None or plan.layout.size(step.mean_over) == 1:
         return
-    rows: float = plan.microbatch if crossing.batched else 1
-    if len(crossing.entered) == 2 and not crossing.batched:
-        rows = plan.microbatch / crossing.samples  # samples and positions in one dim
+    rows = crossing.rows(crossing.entered, plan.microbatch)
     whole = computes_whole_sequences(plan.steps, step.module.rpartition(".")[0])
     positions = round(rows * prod(crossing.entered[:-1])) // (1 if whole else plan.sequence_size)
     needing = crossing.needs_grad if crossing.needing is None else crossing.needing
