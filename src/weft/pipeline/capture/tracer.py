@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -268,7 +268,10 @@ class _ForwardTracer(TorchFunctionMode):
         finally:
             self.open.pop()
             self.began.pop()
-        self._reads_unseen(event, out, args, kwargs, index)
+        given = [t for _, t in arguments(args, kwargs)]
+        if _makes_unseen(out, {*map(id, given)} | self.state.keys(), self.numbers):
+            for t in filter(self._is_tracked, (*given, *self.modules[name].parameters())):
+                self._reads(event, t, index)
         event.output = self._describe(out, index, args, kwargs)
         self._finish(event, first, flops)
         return out
@@ -351,20 +354,6 @@ class _ForwardTracer(TorchFunctionMode):
             event.reads.add(self._number(t, index, UNSEEN_BY_TORCH) if written is None else written)
         else:
             event.reads.add(self.numbers[id(t)])
-
-    def _reads_unseen(
-        self, event: GraphNode, out: Any, args: tuple, kwargs: dict, index: int
-    ) -> None:
-        """Of a call that returns what no function was seen to make, as within vmap: it may read
-        all that it was given, and all weights of the module."""
-        given = [t for _, t in arguments(args, kwargs)]
-        came = set(map(id, given))
-        new = (t for t in tensors_in(out) if t.requires_grad and id(t) not in came)
-        if all(id(t) in self.numbers or id(t) in self.state for t in new):
-            return
-        for t in (*given, *self.modules[event.name].parameters()):
-            if self._is_tracked(t):
-                self._reads(event, t, index)
 
     def _writes(self, event: GraphNode, at: InputRef, t: Tensor, index: int) -> None:
         name = self.state.get(id(t))
@@ -475,3 +464,10 @@ class _ForwardTracer(TorchFunctionMode):
             return OpaqueRef(type(part).__name__, handed.get(id(part)))
 
         return map_tensors(out, stand_in, other)
+
+
+def _makes_unseen(out: Any, came: Collection[int], seen: Collection[int]) -> bool:
+    """Whether a call returns what no function was seen to make, as within vmap: it may read all
+    that it was given, and all weights of its module."""
+    made = (id(t) for t in tensors_in(out) if t.requires_grad)
+    return any(t not in came and t not in seen for t in made)
