@@ -400,6 +400,23 @@ class Convolution(nn.Module):
         return self.conv(F.pad(F.dropout(x, 0.1).transpose(1, 2), (2, 0))).transpose(1, 2)
 
 
+class NormedConvolution(Convolution):
+    """Statistics of a batch norm inside count each token once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x).transpose(1, 2)).transpose(1, 2)
+
+
+def normed() -> nn.Module:
+    model: Any = Recurrent()
+    model.blocks[1].mixer = NormedConvolution()
+    return model
+
+
 class Shifted(nn.Module):
     """Mixes neighbours in a way that no structure tells."""
 
@@ -468,6 +485,7 @@ MIXERS = {
     "recurrent": subject(Recurrent, 2),
     "recomputed": subject(Recurrent, 2, "full"),
     "by hand": subject(by_hand, 2),
+    "normed": subject(normed),
     "mamba": subject(partial(mixing, "mamba")),
     "gpt_neo": subject(partial(mixing, "gpt_neo"), 2),
     "padded gpt_neo": subject(partial(mixing, "gpt_neo"), padded=True),
@@ -1088,7 +1106,7 @@ def test_a_forward_is_followed_where_that_changes_what_it_computes(pool: Pool, w
     ("what", "tried", "says"),
     [
         ("mask", False, "says nothing of other ranks' keys"),
-        ("other", False, "attention to another sequence"),
+        ("other", False, "keys for .* queries on a rank: to another sequence, or"),
         ("none", False, "never calls scaled_dot_product_attention"),
         ("sum", True, "changes the model's output"),
         ("sum", False, "changes the model's output"),

@@ -4,6 +4,7 @@ refused."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -71,6 +72,16 @@ class Centred(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         return self.last(x - x.mean(0))
+
+
+@dataclass
+class Record:
+    logits: Tensor
+
+
+class CentredRecord(Centred):
+    def forward(self, x: Tensor) -> Record:  # type: ignore[override]
+        return Record(super().forward(x))
 
 
 class Straight(nn.Module):
@@ -237,6 +248,13 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict], Any, type, 
         r"the output of blocks\.0\.self_attn .* Give blocks\.0\.self_attn batch_first=True",
     ),
     "centred": (Centred, features, mse, UnsupportedModel, "the output of last .* compute each|C"),
+    "record": (
+        CentredRecord,
+        features,
+        mse,
+        UnsupportedModel,
+        "the output of last .* Compute each",
+    ),
     "clip": (
         TwoTowers,
         pairs,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -291,6 +292,22 @@ def test_a_forward_that_is_called_by_itself_is_tried(pool: Pool, layout: str) ->
 def test_a_module_that_blocks_share_is_tried(pool: Pool, layout: str) -> None:
     want = pool.run(begin, sharing, "dp1", world=1)[0]
     assert pool.run(begin, sharing, layout, world=2)[0] == pytest.approx(want, rel=1e-5)
+
+
+@dataclass
+class Record:
+    logits: Tensor
+
+
+class FusedRecord(Fused):
+    def forward(self, input_ids: Tensor) -> Record:  # type: ignore[override]
+        return Record(super().forward(input_ids))
+
+
+@pytest.mark.parametrize("layout", ["tp2", "cp2"])
+def test_a_model_that_returns_a_dataclass_is_tried(pool: Pool, layout: str) -> None:
+    want = pool.run(begin, FusedRecord, "dp1", world=1)[0]
+    assert pool.run(begin, FusedRecord, layout, world=2)[0] == pytest.approx(want, rel=1e-5)
 
 
 RIGHT: dict[str, Callable[[], nn.Module]] = {

@@ -406,6 +406,29 @@ def untouched(m: Any, x: Tensor) -> Tensor:
     return m.d(m.c(h)) * target.float()
 
 
+def sums_in_turn(m: Any, x: Tensor) -> Tensor:
+    """A tensor that another block has written to is gone when the next tensor gets its memory."""
+    h, order = m.a(x), torch.arange(len(x)).flip(0)
+    for block in (m.b, m.c):
+        total = torch.zeros_like(h).index_add_(0, order, h)
+        h = block(total / len(x))
+        del total
+        counts = torch.bincount(order, minlength=len(x)).clamp(min=2).unsqueeze(-1)
+        h = h / counts
+    return m.d(h)
+
+
+class ByRow(nn.Module):
+    """No function inside is seen."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.vmap(torch.mul)(x, y)
+
+
+def transformed(m: Any, x: Tensor) -> Tensor:
+    return m.d(m.c(m.rows(m.a(x), m.b(x))))
+
+
 def views(m: Any, x: Tensor) -> Tensor:
     h = m.a(x)
     left = h[:, :4]
@@ -419,7 +442,10 @@ def buffered(m: Any, x: Tensor) -> Tensor:
     return m.d(m.c(h) * (1 + m.count))
 
 
-FORWARDS = [skips, changed_in_place, structures, integers, weights_alone, shapes, untouched, views]
+FORWARDS = [
+    *(skips, changed_in_place, structures, integers, weights_alone, shapes, untouched),
+    *(sums_in_turn, views),
+]
 
 
 @pytest.mark.parametrize(
@@ -429,6 +455,11 @@ FORWARDS = [skips, changed_in_place, structures, integers, weights_alone, shapes
 def test_a_plain_forward(forward: Callable, points: list[str]) -> None:
     torch.manual_seed(0)
     hold(Written(forward), points, {"x": torch.randn(3, 8)}, {"x": torch.randn(5, 8)})
+
+
+@pytest.mark.parametrize("points", [["b"], ["c"], ["rows"], ["b", "c", "d"]], ids=str)
+def test_a_module_in_which_nothing_is_seen_reads_what_it_is_given(points: list[str]) -> None:
+    hold(Written(transformed, rows=ByRow()), points, {"x": torch.randn(3, 8)})
 
 
 def test_modules_that_change_their_input() -> None:
@@ -1281,6 +1312,20 @@ def test_another_number_of_values_is_refused() -> None:
         UnsupportedModel, match=r"e at test_split_model.py:\d+ with 3 tensors, not 2"
     ):
         line.forward({"x": torch.ones(5, 8)})
+
+
+def test_what_torch_does_not_run_without_a_tensor_is_refused() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        rows = m.a(x)
+        return torch.vmap(torch.mul)(m.b(x), rows)  # which no mode sees
+
+    line = Line(
+        Written(forward),
+        split_stages(trace_forward(Written(forward), {"x": torch.ones(3, 8)}), ["b"]),
+    )
+    says = r"and `return torch.vmap.*` at test_split_model.py:\d+ does not run without it"
+    with pytest.raises(UnsupportedModel, match=says):
+        line.forward({"x": torch.ones(3, 8)})
 
 
 def test_an_error_of_the_model_is_its_own() -> None:

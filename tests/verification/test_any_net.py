@@ -11,6 +11,7 @@ import weft
 from tests.cases import reference, seeded
 from tests.verification.nets import NETS as FIRST
 from tests.verification.nets_of_architectures import ARCHITECTURES
+from tests.verification.nets_of_edges import EDGES
 from tests.verification.nets_of_families import FAMILIES
 from tests.verification.nets_of_papers import PAPERS
 from tests.verification.nets_of_repositories import REPOSITORIES
@@ -19,7 +20,7 @@ from tests.verification.nets_with_quirks import QUIRKS
 from weft.core.errors import Refusal
 from weft.verification.compare import check_layout
 
-NETS = FIRST | PAPERS | QUIRKS | FAMILIES | TUTORIALS | REPOSITORIES | ARCHITECTURES
+NETS = FIRST | PAPERS | QUIRKS | FAMILIES | TUTORIALS | REPOSITORIES | ARCHITECTURES | EDGES
 LAYOUTS = ("dp2", "fsdp2", "tp2", "pp2", "dp2.tp2")
 TP = ("tp2", "dp2.tp2")
 SAMPLES = ("dp2", "fsdp2", "dp2.tp2")  # ranks have other samples
@@ -85,6 +86,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("old-registers", "pp2"): "it runs inside torch.utils.checkpoint",
     ("checkpointed-conv", "pp2"): "once more in backward, which a pipeline runs in another order",
     ("transformer-xl", "pp2"): "the model 0 modules that are called once",
+    ("task-hyper", "pp2"): "is another stage.s, and .* does not run without it",
     ("swish", "pp2"): "made by something that is no PyTorch function",
     **{("scripted", at): "is compiled by torch.jit: it takes no hooks" for at in LAYOUTS},
     **{("takes-dict", at): "is called with batch, and a sample holds x, target" for at in LAYOUTS},

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from weft._torch.tensors import without_function_modes
-from weft._torch.trees import tree_flatten
 from weft.core import ConfigError, Refusal, UnsupportedModel
 from weft.nn import is_whole_batch, weighed_loss, widened
+from weft.pipeline import map_tensors, tensors_in
 
 from .draw_watch import DrawWatch
 from .microbatch import Batch
@@ -119,7 +119,13 @@ class SamplePair:
         return mixing if mixing is None or self._repeats(singles[0]) else None
 
     def _leaves(self, batch: Batch) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        return tree_flatten(widened(self._loss, self._forward(batch)))
+        output = widened(self._loss, self._forward(batch))
+
+        def join(others: list[Any]) -> Any:
+            rest = iter(others)
+            return map_tensors(output, lambda _: next(rest))
+
+        return tensors_in(output), join
 
     def _used(self, leaves: list[Any], join: Callable[[list[Any]], Any]) -> list[int]:
         """Which leaves of the output the loss depends on."""

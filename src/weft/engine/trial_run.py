@@ -20,6 +20,7 @@ from weft._torch.tensors import without_function_modes
 from weft.core import COPY, DTYPES, EXPERTS, SUM, DtypeRule, LocalShard, Plan, Refusal, Weight
 from weft.nn import DROPOUTS, module_calls
 from weft.parallel import FEATURE_AXES, SEQUENCE_AXES, Mesh
+from weft.pipeline import tensors_in
 
 from .context_parallel.sequence import ContextParallel, MaskOfOwnKeys
 from .float64_mode import Float64Mode
@@ -370,11 +371,5 @@ class TrialRun:
 def first_tensor(value: Any, integers: bool = False) -> Tensor | None:
     """The first tensor, of floating-point numbers or any, in what a module returns: of a model
     usually the logits."""
-    if isinstance(value, Tensor):
-        return value if integers or value.is_floating_point() else None
-    parts = value.values() if isinstance(value, dict) else value
-    for part in parts if isinstance(parts, (tuple, list, type({}.values()))) else ():
-        found = first_tensor(part, integers)
-        if found is not None:
-            return found
-    return None
+    found = (t for t in tensors_in(value) if integers or t.is_floating_point())
+    return next(found, None)

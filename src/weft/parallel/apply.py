@@ -45,9 +45,7 @@ from weft.nn import (
 )
 from weft.pipeline import PlaceholderTensor
 
-from .axes import (
-    TOKEN_AXES,
-)
+from .axes import batchnorm_axes
 from .block_forward import WITHOUT_SEQUENCE, check_single_gradient
 from .collectives import Crossing
 from .direct_forward import call_forwards_with_hooks
@@ -115,7 +113,8 @@ def parallelize(
         if step.output is not None:
             _leave(module, step, mesh, randomness, plan, product)
     for name in plan.batchnorms:
-        _replace(model, name, BatchNorm.of(modules[name], mesh.group(*TOKEN_AXES)))
+        group = mesh.group(*batchnorm_axes(plan, name))
+        _replace(model, name, BatchNorm.of(modules[name], group))
     prepare_low_precision(model, plan.dtypes, plan.blocks)
     _gather(plan, modules, mesh)
     call_forwards_with_hooks(model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.core import Divides
+from weft.core import Divides, Plan, computes_whole_sequences
 
 from .strategies import axis_table
 
@@ -16,3 +16,9 @@ SPREADING = tuple(axis for axis, t in axis_table().traits.items() if t.spreads_e
 HEAD_AXES = axis_table().dividing(Divides.ATTENTION_HEADS)  # Ulysses
 KEY_AXES = tuple(axis for axis in SEQUENCE_AXES if axis not in HEAD_AXES)  # keys and values travel
 STATE_AXES = axis_table().dividing(Divides.STATE)
+
+
+def batchnorm_axes(plan: Plan, name: str) -> tuple[str, ...]:
+    """Over whose ranks the statistics of a batch norm are summed: ranks that share sequences have
+    the same tokens where it runs on whole ones."""
+    return DATA_AXES if computes_whole_sequences(plan.steps, name) else TOKEN_AXES

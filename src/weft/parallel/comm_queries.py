@@ -37,6 +37,15 @@ class BoundaryShape:
     # a label for each row
     labels: tuple[float, ...] | None = None
     further: tuple[BoundaryShape, ...] = ()  # other tensors that enter and need a gradient
+    # dim 0 has all samples with something else, as patches [samples * patches, positions, features]
+    joined: bool = False
+
+    def rows(self, shape: tuple[int, ...], microbatch: int) -> float:
+        """What the elements of a shape are to be multiplied by for `microbatch` samples."""
+        if self.batched:
+            return microbatch
+        joined = self.joined or (len(shape) == 2 and shape[0] % self.samples == 0)
+        return microbatch / self.samples if joined else 1
 
 
 @dataclass(frozen=True)

@@ -215,9 +215,7 @@ def _crossing(
     ):
         if boundary is None or shape is None:
             continue
-        rows: float = plan.microbatch if crossing.batched else 1
-        if len(shape) == 2 and not crossing.batched and shape[0] % crossing.samples == 0:
-            rows = plan.microbatch / crossing.samples  # samples and positions in one dim
+        rows = crossing.rows(shape, plan.microbatch)
         for axis, forward, backward in boundary.moves(entry):
             size = plan.layout.size(axis)
             if size == 1:

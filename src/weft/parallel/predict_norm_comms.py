@@ -7,7 +7,7 @@ from math import prod
 
 from weft.core import Plan, Step, computes_whole_sequences
 
-from .axes import TOKEN_AXES
+from .axes import batchnorm_axes
 from .comm_queries import BoundaryShape, Collective
 
 
@@ -23,7 +23,9 @@ def batchnorm_comms(
     crossing = crossings.get(name)
     if crossing is None or crossing.entered is None:
         return
-    axis = ".".join(plan.layout.active_axes(*TOKEN_AXES))
+    axis = ".".join(plan.layout.active_axes(*batchnorm_axes(plan, name)))
+    if not axis:
+        return
     # [samples, channels, ...], of which a shape per sample lacks the first
     nbytes = crossing.entered[0 if crossing.batched else 1] * max(4, itemsize)
     recomputed = ("recompute", "recompute") * again
@@ -45,9 +47,7 @@ def mean_comms(
     times in forward, and `again` in backward."""
     if crossing.entered is None or plan.layout.size(step.mean_over) == 1:
         return
-    rows: float = plan.microbatch if crossing.batched else 1
-    if len(crossing.entered) == 2 and not crossing.batched:
-        rows = plan.microbatch / crossing.samples  # samples and positions in one dim
+    rows = crossing.rows(crossing.entered, plan.microbatch)
     whole = computes_whole_sequences(plan.steps, step.module.rpartition(".")[0])
     positions = round(rows * prod(crossing.entered[:-1])) // (1 if whole else plan.sequence_size)
     needing = crossing.needs_grad if crossing.needing is None else crossing.needing

@@ -21,7 +21,11 @@ from .capture.placeholder import (
     SkippedShapes as SkippedShapes,
     SkippedWork as SkippedWork,
 )
-from .capture.source_lines import source_line as source_line
+from .capture.source_lines import (
+    model_frames as model_frames,
+    raised_in_torch as raised_in_torch,
+    source_line as source_line,
+)
 from .capture.split_points import split_points as split_points
 from .capture.structures import (
     PLAIN_TYPES as PLAIN_TYPES,

@@ -4,7 +4,7 @@ one-device run has shown."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -34,6 +34,8 @@ from .case import Case
 from .reference import Reference
 from .stage_values import stage_value_bytes
 
+CallShapes = tuple[tuple[int, ...], tuple[int, ...]]  # of what enters a call, and leaves it
+
 
 def predict_step(
     case: Case, engine: Engine, reference: Reference, trace: ActivationRecorder
@@ -44,7 +46,7 @@ def predict_step(
     loss = whole_batch_comms(engine.plan, engine.mesh.rank, gathered)
     comms = predict_collectives(
         engine.plan,
-        _crossings_with_labels(engine.plan, reference),
+        _crossings(engine.plan, reference, trace),
         engine.plan.dtypes.computed(case.dtype).itemsize,
         reference.unreached,
         engine.buffers.nbytes,
@@ -59,15 +61,32 @@ def predict_step(
     return [*comms, *loss]
 
 
-def _crossings_with_labels(plan: Plan, reference: Reference) -> dict[str, BoundaryShape]:
+def _crossings(
+    plan: Plan, reference: Reference, trace: ActivationRecorder
+) -> dict[str, BoundaryShape]:
     """What crosses the boundaries of modules. Of several heads, the first has all labels."""
-    crossings = dict(reference.traces[0].crossings)
+    whole = reference.traces[0]
+    crossings = {}
+    for name, each in whole.crossings.items():
+        joined = _is_joined(plan, each, whole.shapes[name], trace.shapes.get(name, []))
+        crossings[name] = replace(each, joined=joined)
     heads = [s.module for s in plan.steps if s.output is not None and s.output.typed]
     labels = reference.labels
     for head in heads if labels else ():
         if head in crossings:
             crossings[head], labels = replace(crossings[head], labels=labels), ()
     return crossings
+
+
+def _is_joined(
+    plan: Plan, crossing: BoundaryShape, whole: Sequence[CallShapes], mine: Sequence[CallShapes]
+) -> bool:
+    """Whether dim 0 of what leaves has all samples with something else: of this rank's samples it
+    is as much shorter as these are fewer."""
+    if crossing.batched or not mine:
+        return False
+    (_, left), (_, here) = whole[0], mine[0]
+    return len(left) > 2 and here[0] * crossing.samples == left[0] * plan.microbatch
 
 
 def _sequence_inputs(

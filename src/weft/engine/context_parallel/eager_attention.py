@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from weft.nn import EagerAttention
 
 from .mask_rules import whole_mask
-from .sequence import ContextParallel
+from .sequence import ContextParallel, check_path
 
 
 def attend_eagerly(
@@ -42,6 +42,7 @@ def attend_eagerly(
     """
     length = sequence.now.length
     sequence.pattern(query, key, mask, False)  # refuses what says nothing of other keys
+    check_path(sequence)
     sequence.calls += 1
     key, value = sequence.gathered(key, 2), sequence.gathered(value, 2)
     if mask is not None and mask.is_meta:

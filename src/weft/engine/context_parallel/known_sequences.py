@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from .by_position import ARITHMETIC, by_position
 from .counts_by_size import CountsBySize
 from .followed_shapes import FollowedShapes
+from .own_reads import OwnReads
 from .position_counts import PositionCount, count, whole_number
 from .whole_marks import (
     Whole,
@@ -79,6 +80,7 @@ class KnownSequences:
     Attributes:
         used: whether anything was other than it would be if nothing were followed. If not, the
             next forward of the same shapes need not be followed.
+        own_reads: where Python gets numbers that are of this rank's positions alone.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class KnownSequences:
     ):
         self._length, self._mine, self._here = length, mine, len(mine)
         self._shapes, self._made, self._counts = shapes, made, counts
-        self.used = False
+        self.used, self.own_reads = False, OwnReads()
 
     def use(self) -> None:
         self.used = True
@@ -130,6 +132,8 @@ class KnownSequences:
         if func in _READS and len(known) == len(tensors):
             self.use()
             return func(*_wholes(args), **_wholes(kwargs))
+        if func in _READS and any(is_marked(x) and whole_of(x) is None for x in tensors):
+            self.own_reads.note()
         if func in _LOOKS_UP and len(known) == len(tensors) > 1:
             return self._looked_up(func, args, kwargs)
         part = func(*args, **kwargs)

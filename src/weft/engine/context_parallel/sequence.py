@@ -240,6 +240,7 @@ class ContextParallel:
         """`scaled_dot_product_attention` of this rank's positions with all. `keep`: (first head,
         how many are here, how many the ranks that share the sequence have; queries; keys; device)
         -> factors of the weights."""
+        check_path(self)
         self.calls += 1
         pattern = self.pattern(query, key, attn_mask, is_causal)
         bias = None
@@ -300,7 +301,7 @@ class ContextParallel:
                 "use dp or fsdp",
             )
         if key.shape[2] != query.shape[2]:
-            raise refuse("attention to another sequence", "use dp or fsdp")
+            raise _other_keys(self, key, query)
         if mask is None and self.now.valid is not None:
             raise refuse(
                 "the model is given an attention_mask with padding, and calls attention without it",
@@ -360,6 +361,28 @@ def on_the_part(sequence: ContextParallel) -> Iterator[None]:
         yield
     finally:
         sequence.follows = outside
+
+
+def _other_keys(sequence: ContextParallel, key: Tensor, query: Tensor) -> UnsupportedModel:
+    problem = (
+        f"attention of {key.shape[2]} keys for {query.shape[2]} queries on a rank: to another"
+        " sequence, or also to keys of no position, as a learned prefix"
+    )
+    fix = 'use dp or fsdp, or declare the module around it "whole_sequence" under [roles]'
+    return UnsupportedModel("layout", str(sequence.layout), problem, fix)
+
+
+def check_path(sequence: ContextParallel) -> None:
+    """Refuse what exchanges tensors with other ranks where they may not come. Raises
+    UnsupportedModel."""
+    known = sequence.known
+    if known is not None and (deciding := known.own_reads.deciding()):
+        problem = (
+            f"whether attention runs depends on {deciding}, where each rank reads what its own"
+            " positions give"
+        )
+        fix = "use dp or fsdp, or let the forward call attention equally often for all data"
+        raise UnsupportedModel("layout", str(sequence.layout), problem, fix)
 
 
 class WholeSequence:

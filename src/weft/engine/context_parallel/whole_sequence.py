@@ -20,7 +20,7 @@ from weft.parallel import dim_of_positions
 
 from ..whole_role import MixesPositions
 from .mask_rules import whole_mask
-from .sequence import ContextParallel, WholeSequence, on_the_part
+from .sequence import ContextParallel, WholeSequence, check_path, on_the_part
 from .whole_marks import dims_of_positions, is_alike, is_marked, set_whole_shape, whole_of
 
 
@@ -68,6 +68,7 @@ class _AroundForward:
         """Raises MixesPositions for what does not tell which positions it is of."""
         outside = WholeSequence(self._sequence)
         if outside.length:
+            check_path(self._sequence)
             self._check(tree_leaves((args, kwargs), Tensor), outside)
             args, kwargs = tree_map(lambda x: self._gathered(x, outside.length), (args, kwargs))
             self._sequence.calls += 1

@@ -31,13 +31,14 @@ from weft._torch.modules import (
     run_forward_hooks,
     wrap_hooks,
 )
-from weft._torch.tensors import storage_id, whole_tensor
+from weft._torch.tensors import StorageWeakRef, storage_id, whole_tensor, without_function_modes
 from weft.core import (
     DtypeRule,
     InputRef,
     OpaqueRef,
     ParamRef,
     PathNode,
+    Refusal,
     Staging,
     TensorRef,
     UnsupportedModel,
@@ -53,6 +54,7 @@ from weft.pipeline import (
     function_name,
     is_parameter,
     map_tensors,
+    raised_in_torch,
     source_line,
     tensors_in,
     tensors_read,
@@ -115,6 +117,12 @@ class StageForward:
                 output = self.model(**inputs)
         except _Stop:
             output = None
+        except Exception as error:
+            line, values = raised_in_torch(error)
+            absent = next((x for x in values if isinstance(x, PlaceholderTensor)), None)
+            if absent is None or isinstance(error, Refusal):
+                raise
+            raise _does_not_run(absent.about, line, error) from error
         finally:
             self._run = None
         return run.finish(), output if stage == len(self.staging.stages) - 1 else None
@@ -236,7 +244,9 @@ class _StageExecution:
         self.versions: dict[int, int] = {}  # of received tensors, when they were placed
         self.sent: dict[int, Tensor] = {}
         self.tainted: dict[int, weakref.ref] = {}  # tensors that depend on weights
-        self.dirty: set[int] = set()  # storages of others into which such a tensor was written
+        # storages of others into which such a tensor was written; while there is a weak reference,
+        # no other storage gets the address
+        self.dirty: dict[int, StorageWeakRef] = {}
         self.buffers = {id(owner.model.get_buffer(name)) for name in program.buffers}
 
     def finish(self) -> dict[int, Tensor]:
@@ -447,7 +457,18 @@ class _StageExecution:
             t = argument_at(at, args, kwargs)
             if not self._is_tainted(t):
                 self._taint(t)
-                self.dirty.add(storage_id(t))
+                key = storage_id(t)
+                if key >= 0:  # below 0: no other tensor shares its memory
+                    with without_function_modes():
+                        self.dirty[key] = StorageWeakRef(t.untyped_storage())
+
+
+def _does_not_run(absent: str, line: str, error: Exception) -> UnsupportedModel:
+    """The refusal of a line that raises of another stage's tensor."""
+    why = next(iter(str(error).splitlines()), "").rstrip(".") or type(error).__name__
+    problem = f"it is another stage's, and {line} does not run without it: {why}"
+    fix = "put that line into a module that is not cut, or cut elsewhere"
+    return UnsupportedModel("pipeline.cut", absent, problem, fix)
 
 
 class _FunctionsBetween(TorchFunctionMode):

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -30,9 +31,14 @@ def _is_model(frame: FrameType) -> bool:
     return not path.startswith((_TORCH, "<"))
 
 
+def model_frames() -> Iterator[FrameType]:
+    """The frames of the model's code that run now, the innermost first."""
+    return filter(_is_model, user_frames())
+
+
 def source_line() -> str:
     """`file:line` of the line of the model's code that runs now."""
-    frame = next(filter(_is_model, user_frames()), None)
+    frame = next(model_frames(), None)
     return (
         "?" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
     )
@@ -40,7 +46,22 @@ def source_line() -> str:
 
 def source_text() -> str:
     """The text of that line."""
-    frame = next(filter(_is_model, user_frames()), None)
+    frame = next(model_frames(), None)
     return (
         "" if frame is None else linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
     )
+
+
+def raised_in_torch(error: BaseException) -> tuple[str, tuple[Any, ...]]:
+    """The text and `file:line` of the model's line that called what has raised this, and the local
+    values there; none, if the model itself has raised it."""
+    line, at = "?", error.__traceback__
+    frame: FrameType | None = None
+    while at is not None:
+        frame = at.tb_frame
+        if _is_model(frame):
+            path = frame.f_code.co_filename
+            text = linecache.getline(path, at.tb_lineno).strip()
+            line, frame = f"`{text}` at {os.path.basename(path)}:{at.tb_lineno}", None
+        at = at.tb_next
+    return line, () if frame is None else tuple(frame.f_locals.values())

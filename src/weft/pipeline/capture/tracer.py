@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -268,6 +268,10 @@ class _ForwardTracer(TorchFunctionMode):
         finally:
             self.open.pop()
             self.began.pop()
+        given = [t for _, t in arguments(args, kwargs)]
+        if _makes_unseen(out, {*map(id, given)} | self.state.keys(), self.numbers):
+            for t in filter(self._is_tracked, (*given, *self.modules[name].parameters())):
+                self._reads(event, t, index)
         event.output = self._describe(out, index, args, kwargs)
         self._finish(event, first, flops)
         return out
@@ -460,3 +464,10 @@ class _ForwardTracer(TorchFunctionMode):
             return OpaqueRef(type(part).__name__, handed.get(id(part)))
 
         return map_tensors(out, stand_in, other)
+
+
+def _makes_unseen(out: Any, came: Collection[int], seen: Collection[int]) -> bool:
+    """Whether a call returns what no function was seen to make, as within vmap: it may read all
+    that it was given, and all weights of its module."""
+    made = (id(t) for t in tensors_in(out) if t.requires_grad)
+    return any(t not in came and t not in seen for t in made)
