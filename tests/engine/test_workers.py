@@ -396,7 +396,7 @@ def wild(what: str) -> None:
         ),
         ("in place", "workers = 'in_place': changes its arguments in place"),
         ("appends", "workers = 'appends': changes its arguments in place"),
-        ("object", "workers = 'appends': a Thing enters or leaves it"),
+        ("object", "workers = 'appends': its arguments or its result hold a Thing"),
         ("again", "workers = 'linear': is called in a backward"),
     ],
 )
@@ -492,7 +492,7 @@ TOML = f'{RUN}[workers]\nstorage = ["embedding"]\nbig = ["blocks.0", "blocks.1"]
         (["--trace"], "--trace = True: shows stages, and [workers] has none"),
         (
             ["--nproc", "2"],
-            "--nproc = 2: a driver and storage, big are 3 processes, and there are 2. Use 3",
+            "--nproc = 2: a driver and storage, big need 3 processes, and there are 2. Use 3",
         ),
         (["--layout", "tp2"], "layout.axes = 'tp2': workers hold whole modules"),
         (["--set", "workers.big=7"], "workers.big = 7: is not a list"),

@@ -191,7 +191,7 @@ def test_hosts_with_other_settings_do_not_run_together(tmp_path: Path) -> None:
         until(lambda: any(host.process.poll() is not None for host in hosts), "they run", hosts)
         refused = next(host for host in hosts if host.process.poll() is not None)
         assert (
-            refused.process.returncode == 2 and "with other settings meets there" in refused.said()
+            refused.process.returncode == 2 and "and other settings uses this rendezvous" in refused.said()
         )
 
 

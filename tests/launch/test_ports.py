@@ -123,7 +123,7 @@ def test_calls_stay_on_the_loopback_whatever_the_environment_names(
     assert found and not outside(found), found
 
 
-UNGATED = r"asks for no token.* Use one host, or a layout without \[workers\]"
+UNGATED = r"checks no token.* Use one host, or a layout without \[workers\]"
 
 
 def test_workers_over_several_hosts_are_refused(tmp_path: Path) -> None:

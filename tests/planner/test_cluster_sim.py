@@ -637,7 +637,7 @@ def test_each_is_named_once() -> None:
     ) == {None: 1.5, 3: 2.0}
     with pytest.raises(ConfigError, match=r"--slow = 4\.0: 3 is given twice"):
         simulate_run.require_unique(map(simulate_run.parse_slow, ("3=2", "3=4")), "--slow")
-    with pytest.raises(ConfigError, match="a device anywhere is given twice"):
+    with pytest.raises(ConfigError, match="--slow without a device is given twice"):
         simulate_run.require_unique(map(simulate_run.parse_slow, ("3", "4")), "--slow")
 
 
@@ -976,7 +976,7 @@ def test_the_command(tmp_path: Path) -> None:
         ),
         (
             ["--layout", "dp32", "--slow", "2", "--slow", "3"],
-            "--slow = 3.0: a device anywhere is given twice",
+            "--slow = 3.0: --slow without a device is given twice",
         ),
         (
             ["--layout", "dp32", "--slow-link", "dp"],

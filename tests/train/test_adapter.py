@@ -172,7 +172,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"r": 4, "target_modules": ["query"]}, "peft cannot add it .*query"),
     ({"peft_type": "LORAX"}, "is no adapter of peft"),
     ({"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 4}, "prompt learning"),
-    ({**LORA, "init_lora_weights": "pissa"}, "changes the weights beside it"),
+    ({**LORA, "init_lora_weights": "pissa"}, "changes the frozen weights"),
     ({**LORA, "r": -1}, "peft cannot add it|LORA fails"),
     ("nowhere", "holds no adapter_config"),
 ]

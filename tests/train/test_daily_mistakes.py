@@ -125,12 +125,13 @@ def steps_saved(folder: Path) -> int | None:
     [
         (
             "rows.toml --set data.key=target",
-            "loss = 'classification': reads 'labels' of a sample, which has input, target. Call"
-            " that entry 'labels' in the data",
+            "loss = 'classification': reads the entry 'labels' of a sample, and the sample has"
+            " only input, target. Call that entry 'labels' in the data",
         ),
         (
             f"rows.toml --set data.key=target --set train.loss={HERE}:own_loss",
-            "loss = 'own_loss': reads 'class' of a sample, which has input, target.",
+            "loss = 'own_loss': reads the entry 'class' of a sample, and the sample has"
+            " only input, target.",
         ),
         ("rows.toml --set data.size=0", "data = 'Rows': has no sample. Give it some"),
         (

@@ -104,7 +104,7 @@ def test_the_plan_says_it() -> None:
 @pytest.mark.parametrize(("layout", "accumulate"), [("dp2", 1), ("dp1", 2)])
 def test_verify_refuses_a_loss_that_mixes(layout: str, accumulate: int) -> None:
     plan = weft.plan(TwoTowers(), layout, batch=12, accumulate=accumulate, loss=both_ways)
-    with pytest.raises(ConfigError, match="'both_ways': changes with how dp"):
+    with pytest.raises(ConfigError, match="'both_ways': depends on how dp"):
         weft.verify(TwoTowers, plan, twelve(), loss=both_ways)
 
 

@@ -135,10 +135,14 @@ def draw(
         ),
     ] = "25e9",
     latency: Annotated[
-        str, typer.Option(help="Seconds of a message of a collective before its bytes; likewise.")
+        str,
+        typer.Option(
+            help="Latency of a collective's message in seconds; or two numbers: within a node,"
+            " between nodes."
+        ),
     ] = "1e-5",
     local: Annotated[
-        int, typer.Option(help="Neighbouring ranks of a node; 0: all are in one.", min=0)
+        int, typer.Option(help="Number of ranks on each node; 0: all ranks are on one node.", min=0)
     ] = 0,
     out: Annotated[
         Path | None,

@@ -101,7 +101,9 @@ def _worker_resources(run: RunConfig, there: dict[str, float]) -> dict[str, floa
         )
     asked, gpus = run.train.backend, there.get("GPU", 0)
     if asked not in ("auto", "gloo") and (run.workers or gpus < world):
-        problem = f"NCCL takes a GPU for each of {world} ranks, and Ray has {gpus:g}"
+        problem = (
+            f"NCCL needs a GPU for each of {world} ranks, and the number of Ray's GPUs is {gpus:g}"
+        )
         raise ConfigError("train.backend", asked, problem, 'use "gloo", or fewer ranks')
     on_gpus = asked != "gloo" and not run.workers and gpus >= world
     return {"CPU": threads, **({"GPU": 1} if on_gpus else {})}

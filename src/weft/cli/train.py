@@ -86,7 +86,7 @@ def train(
                 "--trace", trace, "shows stages, and [workers] has none", "leave it out"
             )
         if trace and run.train.profile is not None:
-            problem = "both record what stages do"
+            problem = "--trace and train.profile both record the stages"
             raise ConfigError("--trace", trace, problem, "leave it out, or train.profile")
         if nodes is not None:
             # set before torch is imported: each lost connection prints a page of C++ stacks else

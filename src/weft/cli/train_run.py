@@ -285,7 +285,7 @@ def world_size_error(
     """There are not as many ranks as the run has: `value` of them, or `what`."""
     here = f"and there are {what or value}"
     if run.workers:
-        problem = f"a driver and {', '.join(run.workers)} are {run.world} processes, {here}"
+        problem = f"a driver and {', '.join(run.workers)} need {run.world} processes, {here}"
         return LayoutError(field, value, problem, f"use {run.world}")
     fix = f'use {run.world} ranks, or a layout of as many ranks as there are, such as "dp{value}"'
     return LayoutError(field, value, f"layout {run.layout.axes} has {run.world} ranks, {here}", fix)

@@ -241,7 +241,9 @@ class TrainConfig(TomlTable):
         found = re.fullmatch(r"(\d{1,12})(?:-(\d{1,12}))?", "1" if value is None else value)
         if found and 0 < int(found[1]) <= int(found[2] or found[1]):
             return value
-        raise table_error("are no steps", 'write one step or two, as in "10-12"')
+        raise table_error(
+            "is neither one step nor a range of steps", 'write one step or two, as in "10-12"'
+        )
 
     @field_validator("recompute", mode="before")
     @classmethod

@@ -103,7 +103,7 @@ def _check_overlap(worker: str, name: str, found: Mapping[str, str]) -> None:
             problem = (
                 f"is on worker {at} too"
                 if name == other
-                else f"and {other}, on worker {at}, lie in one another"
+                else f"and {other}, on worker {at}, are one inside the other"
             )
             raise ConfigError(
                 f"workers.{worker}",

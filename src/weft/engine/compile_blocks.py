@@ -70,7 +70,9 @@ def resolve_compile(
             'use "off", and compile modules by module.compile() in the build',
         )
     if plan.offload_activations and options.records_cuda_graphs:
-        problem = "CUDA graphs read what a forward saved where it was, and it has been offloaded"
+        problem = (
+            "CUDA graphs read saved activations at their old addresses, and offloading frees those"
+        )
         fix = 'use "default" or "max-autotune-no-cudagraphs", or leave offload_activations out'
         raise ConfigError("train.compile_mode", options.mode, problem, fix)
     known = torch.compiler.list_backends(exclude_tags=())

@@ -102,7 +102,10 @@ class OptimizerFactory:
                 check_pattern(field_name, pattern, weights)
         if self.kind is MuonWithAdamW:
             if "adamw" not in self.arguments:
-                problem = "Muon is for hidden matrices, and embeddings and heads are matrices too"
+                problem = (
+                    "Muon must not update embeddings and heads, and cannot tell them from"
+                    " hidden matrices"
+                )
                 matrices = ", ".join(_likely_embeddings(weights)) or "none here looks like one"
                 fix = f"name those that AdamW is to update, [] for none; perhaps {matrices}"
                 raise ConfigError("optimizer.adamw", None, problem, fix)

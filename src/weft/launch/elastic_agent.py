@@ -159,8 +159,11 @@ def run_host(
         if meeting.file:  # who can read it may take part
             token = common.compare_set("weft/token", "", secrets.token_hex()).decode()
         if common.compare_set("weft/digest", "", digest) != digest.encode():
-            problem = "a run of this name and with other settings meets there"
-            fix = "start the same command with the same file on all hosts, or name another place"
+            problem = "another run with the same name and other settings uses this rendezvous"
+            fix = (
+                "start the same command with the same run file on all hosts, or name another"
+                " rendezvous"
+            )
             raise ConfigError("--rdzv", str(meeting), problem, fix)
         if not common.check(["weft/begun"]):
             begin()

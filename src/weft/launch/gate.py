@@ -51,8 +51,8 @@ def ungated_error(field: str, value: object) -> ConfigError:
     """[workers] over several hosts. No gate can stand before what calls them: its processes tell
     one another the addresses at which they listen."""
     problem = (
-        "[workers] call one another by torch.distributed.rpc, which asks for no token: over several"
-        " hosts whoever reaches a port of one would run code in it"
+        "[workers] use torch.distributed.rpc, which checks no token: on several hosts, anyone"
+        " who reaches a worker's port could run code in it"
     )
     return ConfigError(field, value, problem, "use one host, or a layout without [workers]")
 

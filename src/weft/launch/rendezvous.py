@@ -50,7 +50,7 @@ class Rendezvous:
             host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", str(PORT))
             if not host or not port.isdigit():
                 raise ConfigError(
-                    "--rdzv", text, "MASTER_ADDR and MASTER_PORT do not say where", fix
+                    "--rdzv", text, "MASTER_ADDR is not set, or MASTER_PORT is not a number", fix
                 )
             return cls(host, int(port))
         scheme, _, rest = text.rpartition("://")

@@ -99,7 +99,9 @@ def _config(peft: Any, settings: dict[str, Any]) -> Any:
     require_known(FIELD, settings, known, f"argument of {kind}", ["peft_type"])
     begins = settings.get("init_lora_weights", True)
     if begins not in DRAWN:
-        problem = "changes the weights beside it too, which are to stay those of the model"
+        problem = (
+            "changes the frozen weights beside the adapter, which must stay as the model has them"
+        )
         fix = 'choose true, false, "gaussian" or "orthogonal"'
         raise ConfigError(f"{FIELD}.init_lora_weights", begins, problem, fix)
     try:

@@ -40,8 +40,8 @@ def check_prefetch(plan: Plan) -> None:
         )
     for around in plan.recomputed():
         if any(unit != around and is_inside(unit, around) for unit in units):
-            problem = f"backward runs the units in {around} again, in the order of its forward,"
-            problem += " and what is gathered ahead then would be gathered in vain"
+            problem = f"backward recomputes the units in {around} in the order of forward,"
+            problem += " so weights gathered ahead in the order of backward would not be used next"
             fix = "leave it out, make whole blocks the units, or leave recompute out"
             raise ConfigError("train.fsdp_prefetch", depth, problem, fix)
 

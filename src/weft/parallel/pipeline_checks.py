@@ -128,8 +128,8 @@ def check_called_modules(layout: Layout, staging: Staging, steps: Sequence[Step]
                 raise UnsupportedModel(
                     "layout",
                     str(layout),
-                    f"stage {one.index} uses {name} without {those[0].module}, and would not know"
-                    f" that {axis} cuts it",
+                    f"stage {one.index} uses {name} without calling {those[0].module}, so it"
+                    f" would read a shard over {axis} as the whole weight",
                     f"call {those[0].module}, or a module that is tied to it, where it is used",
                 )
 

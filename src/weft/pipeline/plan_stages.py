@@ -100,8 +100,8 @@ def make_stages(
         raise ConfigError(
             "pipeline.schedule",
             made.name,
-            "a gate adds a loss of its own, and each stage would have to know what counts in a"
-            " microbatch",
+            "an expert gate adds a balancing loss, and each stage would need the number of"
+            " tokens that count in a microbatch",
             "balance by a bias instead, or use a synchronous schedule such as 1f1b",
         )
     check_split_points(where, made.stages, f"{made.name} over {layout}")

@@ -165,7 +165,7 @@ def require_unique(pairs: Iterable[tuple[Any, float]], field: str) -> dict[Any, 
     found: dict[Any, float] = {}
     for name, factor in pairs:
         if name in found:
-            what = "a device anywhere" if name is None else f"{name}"
+            what = "--slow without a device" if name is None else f"{name}"
             raise ConfigError(field, factor, f"{what} is given twice", "name each once")
         found[name] = factor
     return found

@@ -149,7 +149,8 @@ def check_gate_biases(model: nn.Module, sync: Sync) -> None:
         raise ConfigError(
             "sync.name",
             sync.name,
-            f"each replica would move {name} by its own tokens: only weights are synchronised",
+            f"each replica would update {name} from its own tokens, because only weights"
+            " are synchronised",
             'balance by a loss instead of a bias, or use name = "allreduce"',
         )
 

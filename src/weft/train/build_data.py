@@ -137,7 +137,7 @@ def count_steps(run: RunConfig) -> RunConfig:
     held = build_dataset(run)
     samples = held.size() if isinstance(held, Stream) else len(held)
     if samples is None:
-        problem = "[data] names an iterable, which says no length"
+        problem = "[data] names an iterable, whose length is not known"
         raise DataError("train.epochs", train.epochs, problem, "set train.steps in its place")
     batches = samples // train.batch
     if not (steps := round(train.epochs * batches)):

@@ -194,10 +194,10 @@ def _check_workers(run: RunConfig, bare: nn.Module, laid: Plan) -> None:
                     f"{name}.{key}", value, problem, f"leave [{name}] out, or [workers]"
                 )
     if run.train.profile is not None:
-        problem = "a profile shows the ranks of a layout, and [workers] has none"
+        problem = "a profile shows the ranks of a layout, and a run with [workers] has no layout"
         raise ConfigError("train.profile", run.train.profile, problem, "leave it out")
     if run.train.compile == "blocks":
-        problem = "blocks call modules of other processes, which no graph holds"
+        problem = "blocks call modules of other processes, and torch.compile cannot trace those"
         fix = "leave compile out, or [workers]"
         raise ConfigError("train.compile", "blocks", problem, fix)
     check_worker_plan(laid, place_modules(bare, run.workers))

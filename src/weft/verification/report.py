@@ -63,10 +63,10 @@ class VerifyReport:
         else:
             said += translate(f" below {bounds} in {bounds.precision}")
         if not bad and any(result.widened for result in self.results):
-            said += translate(", or below what rounding makes of them where it grows")
+            said += translate(", or below the measured rounding where rounding grows")
         trained = [result.layout for result in self.training if not result.passed]
         if trained:
-            said += translate(f"; trained otherwise than one device: {', '.join(trained)}")
+            said += translate(f"; weft train differs from one device in: {', '.join(trained)}")
         return said
 
     def json(self) -> str:

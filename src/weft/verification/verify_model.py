@@ -146,7 +146,7 @@ def _own_definition(case: Case, layout: str, steps: int) -> Reference | Refusal 
 def _check_exact(case: Case, field: str, value: str) -> None:
     """Refuse in lower precision what a rounding would change by far. Raises ConfigError."""
     if case.precision != "fp64":
-        problem = "changes numbers by design, which is verified in float64 alone"
+        problem = "changes numbers by design, and this can be verified only in fp64"
         fix = "verify it in fp64, or with the default synchroniser"
         raise ConfigError(field, value, problem, fix)
 

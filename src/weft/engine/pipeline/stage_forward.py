@@ -350,8 +350,8 @@ class _StageExecution:
             found,
             f"the forward took another path than when it was planned{self._mode()}, where {planned}"
             " came",
-            "a forward that depends on data is cut only where every path passes: move the branch"
-            " into one module",
+            "cut only where every path of the forward passes: move the branch that depends on"
+            " data into one module",
         )
 
     def _mode(self) -> str:

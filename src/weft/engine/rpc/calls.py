@@ -269,7 +269,7 @@ def _check_structure(module: str, structure: Any) -> Any:
             raise UnsupportedModel(
                 "workers",
                 module,
-                f"a {type(part).__name__} enters or leaves it",
+                f"its arguments or its result hold a {type(part).__name__}",
                 "pass tensors, numbers and texts, in tuples, lists, dicts or dataclasses, or leave"
                 " it to the driver",
             )

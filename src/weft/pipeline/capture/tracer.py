@@ -85,7 +85,7 @@ def trace_forward(
         raise UnsupportedModel(
             "cut",
             "time",
-            "a model without data has no times",
+            "a model on the meta device cannot be timed",
             "plan with the real model, or cut by flops",
         )
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
