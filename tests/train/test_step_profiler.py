@@ -93,7 +93,7 @@ def test_a_run_without_other_ranks_is_profiled_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["", "0", "5-3", "2-x", "-3", "all"])
 def test_what_are_no_steps_is_refused(tmp_path: Path, value: str) -> None:
-    with pytest.raises(ConfigError, match=r"is neither one step nor a range of steps. Write one step or two") as caught:
+    with pytest.raises(ConfigError, match=r"is neither one step nor a range") as caught:
         make(tmp_path, train__profile=value)
     assert caught.value.field == "train.profile"
 
