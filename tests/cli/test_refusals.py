@@ -234,7 +234,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "train small.toml --layout dp2.tp2 --set sync.name=parameter_server --set"
             " sync.staleness=1 --set optimizer.name=muon --set optimizer.adamw=[]",
-            "optimizer.name = 'MuonWithAdamW': it needs whole tensors, and servers hold the parts",
+            "optimizer.name = 'MuonWithAdamW': it needs whole tensors, and under",
         ),
         (
             "train small.toml --set optimizer.name=muon",
@@ -266,7 +266,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             "train small.toml --set optimizer.betas=[0.9]",
-            "optimizer.betas = (0.9,): is no list of 2 values. Write as in [0.9, 0.999].",
+            "optimizer.betas = (0.9,): is not a list of 2 values. Write as in [0.9, 0.999].",
         ),
         ("verify small.toml --set precision.reduce=bf16", "precision.reduce = 'bf16'"),
         ("train small.toml --output small.toml/x", "output = 'small.toml/x': cannot be written to"),

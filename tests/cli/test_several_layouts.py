@@ -80,7 +80,7 @@ def test_plan_chooses_what_fits_and_names_what_would() -> None:
     result = weft_("plan", "small.toml", "--cluster", "h100x4", *options)
     assert result.exit_code == 0, result.output
     head, table, *_ = result.stdout.split("\n\n")
-    assert "note     dp4: it fits with no" in head and "run      2 steps in" in head
+    assert "note     dp4: no number of microbatches" in head and "run      2 steps in" in head
     assert head.endswith(", with fsdp4") or ", with fsdp4\n" in head
     assert table.splitlines()[0].split() == ["dp4", "fsdp4"]
     assert "fits" in result.stdout and "over by" in result.stdout

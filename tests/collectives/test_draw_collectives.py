@@ -127,9 +127,9 @@ def test_figures_and_files(tmp_path: Path) -> None:
     [
         ([], "nothing to draw"),
         (["1f1b", "--collective", "ring"], "stands beside schedules"),
-        (["1f1b", "--size", "3"], "--size = 3.0: is of --collective alone"),
-        (["--collective", "ring", "--forward", "2"], "--forward = '2': is of schedules alone"),
-        (["--collective", "ring", "--costs", "x"], "is of schedules alone"),
+        (["1f1b", "--size", "3"], "--size = 3.0: applies only to --collective"),
+        (["--collective", "ring", "--forward", "2"], "--forward = '2': applies only to schedules"),
+        (["--collective", "ring", "--costs", "x"], "applies only to schedules"),
         (["--collective", "hierarchical"], "Give --local 2"),
         (["--collective", "ring", "--ranks", "11"], "a picture shows at most 10"),
         (["--collective", "ring", "--out", "x.json"], "name a .svg"),

@@ -285,7 +285,7 @@ def test_a_server_that_dies_stops_the_run_and_a_checkpoint_goes_on(tmp_path: Pat
         ({"staleness": "some"}, "cannot be"),
         ({"staleness": 2, "bucket_mb": 4.0}, "one message"),
         ({"staleness": 2, "servers": 3}, "has 2 replicas"),
-        ({"staleness": 2, "codec": "dgc"}, "has a momentum of gradients"),
+        ({"staleness": 2, "codec": "dgc"}, "keeps momentum of gradients"),
         ({"timeout_s": 3.0}, "waits for all replicas"),
     ],
 )

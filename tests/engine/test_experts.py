@@ -416,7 +416,7 @@ def begin(kind: str, layout: str) -> None:
 def test_experts_that_compute_something_else_on_ranks_are_refused(pool: Pool, kind: str) -> None:
     pool.run(begin, "right", "ep2", world=2)
     with pytest.raises(
-        Refusal, match="take each token by itself, and count themselves by num_experts"
+        Refusal, match="compute each token by itself, and give their number as num_experts"
     ):
         pool.run(begin, kind, "ep2", world=2)
 

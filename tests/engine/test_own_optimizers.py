@@ -191,13 +191,13 @@ def test_a_step_of_its_own_is_not_its_base_class() -> None:
     [
         (
             make_optimizer(Normed, updates_each="element"),
-            "updates_each = 'element': it updates each element by itself, so it says, but",
+            "updates_each = 'element': its mark says that it updates each element by itself, but",
         ),
         (
             make_optimizer(Globally, updates_each="tensor"),
-            "updates_each = 'tensor': it updates each tensor by itself, so it says, but",
+            "updates_each = 'tensor': its mark says that it updates each tensor by itself, but",
         ),
-        (make_optimizer(Forgetful), "it does not go on from a checkpoint"),
+        (make_optimizer(Forgetful), "after its state is loaded from a checkpoint"),
         (make_optimizer(Closed), "its step fails on a matrix and a vector: TypeError"),
         (make_optimizer(torch.optim.LBFGS), "'mine': its step computes the loss several times"),
     ],

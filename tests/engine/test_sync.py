@@ -299,7 +299,7 @@ SCATTERED = ["bf16", "fp16", "int8", "int4", "sign"]
 @pytest.mark.parametrize("codec", SCATTERED)
 def test_a_codec_on_fsdps_reduce_scatter(pool: Pool, codec: str, layout: str) -> None:
     if "tp" in layout and codec not in ("bf16", "fp16"):
-        with pytest.raises(Refusal, match="the copies would part"):
+        with pytest.raises(Refusal, match="the replicated ones would diverge"):
             laid(
                 with_sync("decoder", sync.make_sync("allreduce", codec)),
                 seeded(SUBJECTS["decoder"].build),

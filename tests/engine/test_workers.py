@@ -397,7 +397,7 @@ def wild(what: str) -> None:
         ("in place", "workers = 'in_place': changes its arguments in place"),
         ("appends", "workers = 'appends': changes its arguments in place"),
         ("object", "workers = 'appends': its arguments or its result hold a Thing"),
-        ("again", "workers = 'linear': is called in a backward"),
+        ("again", "workers = 'linear': is called in backward"),
     ],
 )
 def test_what_cannot_be_called_is_named(what: str, said: str) -> None:
@@ -441,7 +441,7 @@ PLAIN = {"storage": ["embedding"], "big": ["blocks.*"]}
         (
             {"a": ["blocks"]},
             {},
-            "workers.a = 'blocks': is a ModuleList, which is never called itself",
+            "workers.a = 'blocks': is a ModuleList, whose own forward is never called",
         ),
         (
             {"a": ["head"]},

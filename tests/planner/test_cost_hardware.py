@@ -176,7 +176,7 @@ def test_an_era_is_like_that_of_another_sheet_but_for_what_it_states() -> None:
         ('"H100"', "there is no such sheet", 'Did you mean "h100"'),
         ('"local"', "there is no such sheet", "h100"),
         ("3", "there is no such sheet", "h100"),
-        ('"tpu-v4"', "that sheet has no era eager", "it has compiled"),
+        ('"tpu-v4"', "that hardware file has no era eager", "it has compiled"),
     ],
 )
 def test_what_no_era_can_be_like(like: str, problem: str, fix: str) -> None:

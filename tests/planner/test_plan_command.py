@@ -256,8 +256,8 @@ def test_a_layout_that_does_not_fit_as_it_is_run(tmp_path: Path) -> None:
 
     assert "note     it would fit as dp2: " in noted((least + most) / 2)
     nearest = (
-        "note     it fits with no microbatches and no recomputation: the nearest, dp2: 32"
-        " microbatches of 1, "
+        "note     no number of microbatches and no recomputation makes it fit: the nearest, dp2:"
+        " 32 microbatches of 1, "
     )
     assert nearest in noted(least * 0.9)
     for layout in (
@@ -583,7 +583,7 @@ def test_experts_are_priced_in_bf16_beside_float8(tmp_path: Path) -> None:
 
 def test_workers_have_no_layout(tmp_path: Path) -> None:
     run, sheet = files(tmp_path)
-    with pytest.raises(ConfigError, match="has no layout to choose"):
+    with pytest.raises(ConfigError, match="run whole modules, so there is no layout to choose"):
         plan_run.plan_for_cluster(
             run_config.load_run(run, {"workers.big": '["blocks.0"]'}),
             f"{sheet}x2",

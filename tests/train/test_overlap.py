@@ -143,7 +143,10 @@ def test_the_command(profile: Path, tmp_path: Path) -> None:
     for args, message in (
         (["--profile", str(tmp_path / "none.json")], "cannot be read"),
         (["--profile", str(profile), "--out", "x.csv"], "Name a .svg or a .json"),
-        (["--profile", str(profile), "--layout", "tp2"], "--layout = 'tp2': is of --plan alone"),
+        (
+            ["--profile", str(profile), "--layout", "tp2"],
+            "--layout = 'tp2': applies only to --plan",
+        ),
         (["--profile", str(profile), "--plan", "run.toml"], "stands beside --plan"),
     ):
         refused = run(*args)

@@ -218,7 +218,7 @@ def test_windows_go_on_from_their_state(files: str) -> None:
         ({"paths": __file__}, r"files end in .py. Give files of one of .jsonl"),
         ({"column": "txt"}, "column = 'txt': is no column of text.*mean \"text\""),
         ({"end": "<end>"}, "end = '<end>': is not one token"),
-        ({"seq_len": 0}, "seq_len = 0: is no length"),
+        ({"seq_len": 0}, "seq_len = 0: is not a number of tokens"),
         ({"split": "valid"}, "split = 'valid'"),
     ],
 )

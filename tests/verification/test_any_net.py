@@ -54,7 +54,7 @@ REFUSED: dict[tuple[str, str], str] = {
     (
         "loop-experts",
         "pp2",
-    ): "crosses between stages, and was int64|follows from elements of another",
+    ): "is sent between stages, and was int64|follows from elements of another",
     ("max-norm", "dp2"): "embedding.weight is changed by the model's forward, and ranks",
     ("max-norm", "fsdp2"): "embedding.weight is changed by the model's forward, and what",
     **{("max-norm", at): "need the whole table" for at in TP},

@@ -199,7 +199,7 @@ def test_a_role_inside_of_a_whole_part_is_refused() -> None:
     roles = {"vision.*.qkv": "column", "vision.*.proj": "row"}
     subject = towers({"vision": "fsdp"})
     subject = replace(subject, plan=(*subject.plan, ("roles", roles)))
-    with pytest.raises(Refusal, match=r'it is whole, by layout\.parts\."vision"'):
+    with pytest.raises(Refusal, match=r'it is kept whole by layout\.parts\."vision"'):
         laid(subject, seeded(subject.build), "fsdp2.tp2")
 
 

@@ -231,7 +231,7 @@ def test_a_long_period_is_shortened_and_the_report_says_so() -> None:
 
 def test_a_method_without_a_definition_is_refused() -> None:
     made = replace(sync.make_sync("local_sgd"), name="lookahead")  # type: ignore[type-var]
-    with pytest.raises(ConfigError, match=r"lookahead.*has no definition to be held to"):
+    with pytest.raises(ConfigError, match=r"lookahead.*has no sequential definition"):
         run_replicas(with_sync("decoder", made).case(), "dp2", 2)
     independent = [n for n, make in registry_of().items() if make == LocalSteps]
     assert set(independent) == RULES.keys()

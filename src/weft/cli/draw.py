@@ -254,7 +254,7 @@ def _check_options(ctx: typer.Context, **things: object) -> None:
         source = ctx.get_parameter_source(name)
         given = source is not None and source.name == "COMMANDLINE"
         if given and owners and drawn not in owners:
-            problem = f"is of {' and '.join(owners)} alone"
+            problem = f"applies only to {' and '.join(owners)}"
             raise ConfigError(param.opts[0], ctx.params[name], problem, "leave it out")
 
 

@@ -118,7 +118,7 @@ class DataConfig(SourceConfig):
             blend=self.blend,
         )
         for key, value in self.arguments.items() if self.blend else ():
-            problem = "is beside blend, of which each source has arguments of its own"
+            problem = "cannot stand beside blend, where each source has its own arguments"
             raise table_error(problem, "write it in the tables of [[data.blend]]", **{key: value})
         if self.group_by_length and self.collate is None:
             problem = "is for samples of several lengths, which no batch has without data.collate"
@@ -128,7 +128,7 @@ class DataConfig(SourceConfig):
                 group_by_length=self.group_by_length,
             )
         if self.prefetch is not None and not self.workers:
-            problem = "is of data.workers, and there is none"
+            problem = "applies only to data.workers, and there are none"
             raise table_error(
                 problem, "set data.workers, as 2, or leave it out", prefetch=self.prefetch
             )

@@ -92,7 +92,7 @@ def _check_name(worker: str) -> None:
 
 def _check_callable(worker: str, name: str, module: nn.Module) -> None:
     if type(module).forward is nn.Module.forward:  # a ModuleList, as a rule
-        problem = f"is a {type(module).__name__}, which is never called itself"
+        problem = f"is a {type(module).__name__}, whose own forward is never called"
         raise ConfigError(f"workers.{worker}", name, problem, f'write "{name}.*"')
 
 

@@ -34,7 +34,7 @@ def move_to(model: nn.Module, device: torch.device) -> nn.Module:
                 raise ConfigError(
                     "model",
                     name,
-                    "has been changed after weft.deferred_init, which knows nothing of it",
+                    "was changed after weft.deferred_init, which did not record the change",
                     "change and load weights inside of build",
                 )
     elif absent is None:

@@ -235,7 +235,7 @@ def _check_arguments(made: OptimizerFactory, name: str) -> None:
         table = f"optimizer.groups.{pattern}"
         for key in settings:
             if key in NOT_BY_GROUP and key in allowed:
-                problem, fix = "is one for all parameters", f"write {key} in [optimizer]"
+                problem, fix = "must be the same for all parameters", f"write {key} in [optimizer]"
                 raise ConfigError(f"{table}.{key}", settings[key], problem, fix)
         require_known(table, settings, allowed - {*NOT_BY_GROUP}, f"setting of a group of {name}")
         _check_values(table, made, settings, dict(ChainMap(*whole.param_groups)))
@@ -260,7 +260,7 @@ def _check_values(
         if not known:
             continue
         if isinstance(usual, tuple) and usual and len(numbers) != len(usual):
-            problem, fix = f"is no list of {len(usual)} values", f"write as in {[*usual]}"
+            problem, fix = f"is not a list of {len(usual)} values", f"write as in {[*usual]}"
             raise ConfigError(field_name, value, problem, fix)
         if isinstance(value, bool) and isinstance(usual, float):
             raise ConfigError(field_name, value, "is not a number", f"write as in {usual}")

@@ -251,7 +251,7 @@ class _OfPairs(Tensor):
             with without_function_overrides():
                 return func(*args)
         read = next(t for t in tree_leaves((args, kwargs), Tensor) if type(t) is _OfPairs)
-        problem = f"it reads {read.about}, which compares samples of one microbatch on one rank"
+        problem = f"it reads {read.about}, which has only the samples of one microbatch on one rank"
         fix = "compare them in the loss, by tensors with a row for each sample"
         raise UnsupportedModel("loss", read.loss, problem, f"{fix} (CLIP: the embeddings)")
 

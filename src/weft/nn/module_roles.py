@@ -84,7 +84,7 @@ def find_roles(model: nn.Module, declared: Mapping[str, object] | None = None) -
             raise UnsupportedModel(
                 f"roles.{name}",
                 role["role"],
-                "it is part of no chain of columns that ends in a row",
+                "it belongs to no chain of column linears that ends in a row linear",
                 "declare the columns and the row that follows them in one block",
             )
     chained = {*factors, *(name for chain in chains for name in chain.linears)}

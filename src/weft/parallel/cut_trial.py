@@ -78,7 +78,7 @@ def _without(
     gone = [c for c in roles.chains if type(model.get_submodule(chain_module(c))) is kind]
     linears = [name for chain in gone for name in chain.linears]
     if any(fnmatchcase(name, pattern) for pattern in request.roles or () for name in linears):
-        problem = f"it does not run on its part ({reason})"
+        problem = f"it fails on a rank's shard ({reason})"
         raise UnsupportedModel(
             f"roles.{module}", kind.__name__, problem, 'declare its linears "whole"'
         )

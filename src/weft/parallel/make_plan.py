@@ -431,7 +431,8 @@ def _check_shared(
                 raise UnsupportedModel(
                     "layout",
                     str(layout),
-                    f"{weight.name} is shared with {owner}, which would not know that it is cut",
+                    f"{weight.name} is shared with {owner}, which would read its shard as"
+                    " the whole weight",
                     f'declare the modules that hold it "whole" in [roles], {owner} among them',
                 )
 

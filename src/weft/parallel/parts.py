@@ -175,7 +175,7 @@ def roles_with_parts(
         for pattern, matched in lines.items():
             declared = (roles or {})[pattern]
             if matched and {*matched} <= {*inside} and declared != "whole":
-                problem = f"it is whole, by {field_of_part(part.pattern)}"
+                problem = f"it is kept whole by {field_of_part(part.pattern)}"
                 fix = f"leave one of the two lines out, or name {CUTTING[0]} there"
                 raise ConfigError(f'roles."{pattern}"', declared, problem, fix)
         declared_too = {name for matched in lines.values() for name in matched}

@@ -27,7 +27,9 @@ def plan_whole_batch(plan: Plan, loss: Callable[..., Any] | None) -> Plan:
     name = getattr(loss, "__name__", type(loss).__name__)
 
     def refuse(problem: str, fix: str) -> ConfigError:
-        return ConfigError("loss", name, f"is of the whole batch, and {problem}", fix)
+        return ConfigError(
+            "loss", name, f"compares the samples of the whole batch, and {problem}", fix
+        )
 
     if accepts_sharded_logits(loss) or is_positionwise(loss):
         other = "vocab_parallel" if accepts_sharded_logits(loss) else "positionwise"

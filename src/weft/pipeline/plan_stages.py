@@ -184,9 +184,12 @@ def choose_schedule(
         else _call(schedule, ranks, microbatches, options)
     )
     if (made.ranks, made.microbatches) != (ranks, microbatches):
-        problem = f"has {made.ranks} ranks and {made.microbatches} microbatches"
+        problem = f"was made for {made.ranks} ranks and {made.microbatches} microbatches"
         raise ConfigError(
-            "pipeline.schedule", made.name, problem, f"make it for {ranks} and {microbatches}"
+            "pipeline.schedule",
+            made.name,
+            problem,
+            f"make it for {ranks} ranks and {microbatches} microbatches",
         )
     schedules.require_valid(made)
     return made

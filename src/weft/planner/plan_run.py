@@ -52,7 +52,10 @@ def limit_memory(cluster: Cluster, memory_gib: float | None) -> Cluster:
     if not 0 < memory_gib <= device.memory_gib:
         fix = f"give more than 0 and at most {device.memory_gib:g} GiB"
         raise ConfigError(
-            "--max-memory", memory_gib, f"is no part of the memory of {cluster.hardware.name}", fix
+            "--max-memory",
+            memory_gib,
+            f"is not between 0 and the memory of {cluster.hardware.name}",
+            fix,
         )
     small = device.model_copy(update={"memory_gib": memory_gib})
     return cluster.model_copy(
@@ -97,7 +100,10 @@ def plan_for_cluster(
     """
     if run.workers:
         raise ConfigError(
-            "workers", list(run.workers), "has no layout to choose", "leave [workers] out"
+            "workers",
+            list(run.workers),
+            "run whole modules, so there is no layout to choose",
+            "leave [workers] out",
         )
     where = limit_memory(Cluster.parse(cluster), memory_gib)
     named = era_of(where, era, run)

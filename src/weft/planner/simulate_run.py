@@ -70,7 +70,9 @@ class SimulateRequest:
         for name, number in takes.items():
             if number is not None and not self.fails:
                 fix = "write --mtbf HOURS or --node-mtbf HOURS too, or leave it out"
-                raise ConfigError(name, number, "is of failures, and none are asked for", fix)
+                raise ConfigError(
+                    name, number, "applies only to failures, and the simulation has none", fix
+                )
         given = {
             "--mtbf": self.mtbf_h,
             "--node-mtbf": self.node_mtbf_h,
@@ -119,7 +121,12 @@ def make_scenario(
         Refusal: The run cannot be laid so, or a file cannot be used.
     """
     if run.workers:
-        raise ConfigError("workers", list(run.workers), "has no layout", "leave [workers] out")
+        raise ConfigError(
+            "workers",
+            list(run.workers),
+            "run whole modules, so there is no layout to simulate",
+            "leave [workers] out",
+        )
     where = Cluster.parse(cluster)
     learned = measured_constants(run, where, era_of(where, era, run), measured, kept)
     bare, held = build_skeleton(run), build_dataset(run)
@@ -157,7 +164,7 @@ def parse_slow_link(text: str) -> tuple[str, float]:
         return axis, float(factor)
     except ValueError:
         fix = "write tp=4 for a quarter of the bandwidth"
-        raise ConfigError("--slow-link", text, "is not an axis and a factor", fix) from None
+        raise ConfigError("--slow-link", text, "is not an axis with a factor", fix) from None
 
 
 def require_unique(pairs: Iterable[tuple[Any, float]], field: str) -> dict[Any, float]:

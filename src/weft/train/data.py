@@ -75,7 +75,7 @@ class Text:
         self, tokens: np.ndarray, seq_len: int, tokenizer: Tokenizer, field: str, source: object
     ):
         if seq_len < 1:
-            raise DataError("seq_len", seq_len, "is no length", "use 1 or more")
+            raise DataError("seq_len", seq_len, "is not a number of tokens", "use 1 or more")
         if len(tokens) <= seq_len:
             problem = f"this split holds {len(tokens)} tokens, and one sample takes {seq_len + 1}"
             raise DataError(field, source, problem, "give more text or a smaller seq_len")

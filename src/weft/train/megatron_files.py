@@ -75,7 +75,7 @@ def megatron(
         data = weft.data.megatron("corpus/web_text_document", seq_len=4096)
     """
     if seq_len < 1:
-        raise DataError("seq_len", seq_len, "is no length", "use 1 or more")
+        raise DataError("seq_len", seq_len, "is not a number of tokens", "use 1 or more")
     val = held_out(split)
     tokens, documents = read_megatron(prefix)
     end = len(tokens) - len(tokens) // HELD_OUT

@@ -166,7 +166,7 @@ def stream(
         batches = weft.data.StreamLoader(weft.data.Stream(build), batch=8, seed=0)
     """
     if seq_len < 1:
-        raise DataError("seq_len", seq_len, "is no length", "use 1 or more")
+        raise DataError("seq_len", seq_len, "is not a number of tokens", "use 1 or more")
     patterns = [paths] if isinstance(paths, str) else list(paths)
     files: set[str] = set()
     for pattern in patterns:

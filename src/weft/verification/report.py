@@ -187,8 +187,8 @@ def result_table(result: LayoutResult, steps: int) -> str:
 def _told(result: LayoutResult) -> str:
     name, bound = max(result.widened.items(), key=lambda each: each[1])
     return (
-        f"grows in this run: {len(result.widened)} bounds are {FACTOR:g} times what one device"
-        f" differs from itself by, at most {bound:.2g} ({name})"
+        f"grows in this run: {len(result.widened)} bounds are {FACTOR:g} times the measured"
+        f" difference of one device from itself, at most {bound:.2g} ({name})"
     )
 
 

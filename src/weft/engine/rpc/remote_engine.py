@@ -384,7 +384,10 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     refuse_kind(type(optimizer), name)
     if not updates_tensors(optimizer):
-        problem = "is not known to update each tensor by itself, and each worker has its own"
+        problem = (
+            "is not known to update each tensor by itself, and each worker updates only its"
+            " own tensors"
+        )
         fix = "mark its class @weft.optimizers.whole_tensors if it does, or use adamw"
         raise ConfigError("optimizer.name", name, problem, fix)
 
@@ -400,7 +403,10 @@ def check_worker_plan(plan: Plan, places: WorkerPlacement) -> None:
         )
     check_offload_device(plan, CPU)
     if plan.runs_forward_twice:
-        problem = "the loss is of the whole batch, and workers run each microbatch by itself"
+        problem = (
+            "the loss compares the samples of the whole batch, and workers run each"
+            " microbatch by itself"
+        )
         raise ConfigError("train.accumulate", plan.accumulate, problem, "use accumulate = 1")
     if plan.precision == "fp16":
         problem = "no worker scales the loss, and says where a gradient has overflowed"

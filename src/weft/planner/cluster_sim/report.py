@@ -203,7 +203,7 @@ def _few(rows: Sequence[StragglerRow]) -> list[StragglerRow]:
 def _replicas(rows: Sequence[ReplicaComparison]) -> str:
     lines = [
         [
-            translate("how replicas agree"),
+            translate("synchroniser"),
             translate("step as planned"),
             translate("with all of these"),
             translate("throughput"),

@@ -208,7 +208,7 @@ class Scenario:
             raise ConfigError(
                 "--slow-link",
                 axis,
-                f"is no axis of {self.name} over which anything travels",
+                f"is not an axis of {self.name} that ranks communicate over",
                 f"write one of {', '.join(there)}" if there else "leave it out",
             )
         divides = axis_table().traits[axis].divides

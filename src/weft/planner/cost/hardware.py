@@ -303,7 +303,10 @@ def _inherit_profile(name: str, era: Any, where: str) -> Any:
     theirs = tomllib.loads((SHEETS / f"{like}.toml").read_text(encoding="utf-8"))["eras"]
     if name not in theirs:
         raise ConfigError(
-            field, like, f"that sheet has no era {name} ({where})", f"it has {', '.join(theirs)}"
+            field,
+            like,
+            f"that hardware file has no era {name} ({where})",
+            f"it has {', '.join(theirs)}",
         )
     found = {**_inherit_profile(name, theirs[name], where), "layers": [], **era}
     del found["like"]

@@ -107,8 +107,8 @@ def other_ways(question: PlanQuery, row: RankedLayout, checker: FeasibilityCheck
     if best.fits:
         return [f"it would fit as {describe_row(best)}"]
     return [
-        f"it fits with no microbatches and no recomputation: the nearest, {describe_row(best)},"
-        f" {excess_text(best)}"
+        "no number of microbatches and no recomputation makes it fit: the nearest,"
+        f" {describe_row(best)}, {excess_text(best)}"
     ]
 
 
