@@ -126,7 +126,7 @@ def test_figures_and_files(tmp_path: Path) -> None:
     "args, message",
     [
         ([], "nothing to draw"),
-        (["1f1b", "--collective", "ring"], "stands beside schedules"),
+        (["1f1b", "--collective", "ring"], "cannot be drawn together with schedules"),
         (["1f1b", "--size", "3"], "--size = 3.0: applies only to --collective"),
         (["--collective", "ring", "--forward", "2"], "--forward = '2': applies only to schedules"),
         (["--collective", "ring", "--costs", "x"], "applies only to schedules"),
@@ -135,8 +135,8 @@ def test_figures_and_files(tmp_path: Path) -> None:
         (["--collective", "ring", "--out", "x.json"], "name a .svg"),
         (["--collective", "ring", "--bandwidth", "1,2,3"], "not a number for each network"),
         (["--collective", "ring", "--bandwidth", "0"], "give bytes per second above 0"),
-        (["--collective", "ring", "--size", "-1"], "no size of a tensor"),
-        (["--collective", "parameter_server", "--set", "servers=x"], "no whole number"),
+        (["--collective", "ring", "--size", "-1"], "not a number of bytes"),
+        (["--collective", "parameter_server", "--set", "servers=x"], "not a whole number"),
         (["--collective", "ring", "--set", "servers=2"], "ring has no such option"),
     ],
 )

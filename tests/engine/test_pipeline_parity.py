@@ -380,7 +380,7 @@ def test_a_loss_that_uses_an_output_in_a_later_step_alone_is_refused(
     batch = {"input": torch.randn(BATCH, 6).double(), "target": flag}
     pool.run(run_of, build, of_both_by_flag, layout, batch, world=2)
     later = {**batch, "target": flag.clone().index_fill_(0, torch.tensor([BATCH - 1]), 1.0)}
-    with pytest.raises(UnsupportedModel, match="did not use it with the sample"):
+    with pytest.raises(UnsupportedModel, match="did not use it for the sample"):
         pool.run(run_of, build, of_both_by_flag, layout, later, world=2)
 
 

@@ -392,7 +392,8 @@ def wild(what: str) -> None:
     [
         (
             "weight",
-            "workers = 'linear.weight': lives on a, and is read elsewhere, at test_workers.py:",
+            "workers = 'linear.weight': is on a, and is read by another process, at"
+            " test_workers.py:",
         ),
         ("in place", "workers = 'in_place': changes its arguments in place"),
         ("appends", "workers = 'appends': changes its arguments in place"),
@@ -458,7 +459,7 @@ PLAIN = {"storage": ["embedding"], "big": ["blocks.*"]}
         (
             PLAIN,
             {"precision__compute": "fp16"},
-            "precision.compute = 'fp16': no worker scales the loss",
+            "precision.compute = 'fp16': fp16 needs loss scaling",
         ),
         (PLAIN, {"sync__name": "ring"}, "sync.name = 'ring': there is one driver"),
         (PLAIN, {"sync__codec": "int8"}, "sync.codec = 'int8': there is one driver"),
@@ -489,7 +490,10 @@ TOML = f'{RUN}[workers]\nstorage = ["embedding"]\nbig = ["blocks.0", "blocks.1"]
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--trace"], "--trace = True: shows stages, and [workers] has none"),
+        (
+            ["--trace"],
+            "--trace = True: shows the stages of a layout, and a run with [workers] has no layout",
+        ),
         (
             ["--nproc", "2"],
             "--nproc = 2: a driver and storage, big need 3 processes, and there are 2. Use 3",

@@ -1258,7 +1258,7 @@ def test_a_path_that_ends_early_is_refused() -> None:
     line.forward(inputs)
     with pytest.raises(
         UnsupportedModel,
-        match=r"'its end': the forward took another path .* where c at test_split_model.py",
+        match=r"'its end': the forward took another path .* the plan has c at test_split_model.py",
     ):
         line.forward({"x": -inputs["x"]})
 

@@ -827,8 +827,8 @@ def test_text(everything: report.SimulationReport) -> None:
         ({"mtbf_h": 100.0}, "--checkpoint = None: what a checkpoint takes is not said"),
         ({"mtbf_h": 100.0, "checkpoint_s": 3.0, "storage_gbps": 3.0}, "--checkpoint = 3.0"),
         ({"mtbf_h": -1.0, "checkpoint_s": 3.0}, "--mtbf = -1.0"),
-        ({"scale": "weak"}, "--scale = 'weak': one goes with the other"),
-        ({"to": 64}, "--to = 64: one goes with the other"),
+        ({"scale": "weak"}, "--scale = 'weak': --scale and --to go together"),
+        ({"to": 64}, "--to = 64: --scale and --to go together"),
         ({"scale": "weak", "to": 8}, "--to = 8: is fewer than the 16 devices"),
     ],
 )

@@ -147,7 +147,7 @@ def test_the_command(profile: Path, tmp_path: Path) -> None:
             ["--profile", str(profile), "--layout", "tp2"],
             "--layout = 'tp2': applies only to --plan",
         ),
-        (["--profile", str(profile), "--plan", "run.toml"], "stands beside --plan"),
+        (["--profile", str(profile), "--plan", "run.toml"], "cannot be drawn together with --plan"),
     ):
         refused = run(*args)
         assert refused.exit_code == 2 and message in " ".join(refused.output.split())

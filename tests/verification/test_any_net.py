@@ -76,7 +76,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("glow", "dp2"): "flows.0.initialized is changed by the model's forward, as",
     ("glow", "dp2.tp2"): "flows.0.initialized is changed by the model's forward, as",
     ("root-experts", "pp2"): "into Python: `if rows.any",
-    **{("hamiltonian", at): "differentiates through modules of which ranks" for at in TP},
+    **{("hamiltonian", at): "computes gradients through modules that are sharded" for at in TP},
     ("hamiltonian", "pp2"): "made by something that is no PyTorch function",
     ("stochastic-depth", "pp2"): "into Python",
     **{("lazy", at): "no shape before the first forward" for at in LAYOUTS},

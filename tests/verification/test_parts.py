@@ -207,7 +207,7 @@ def test_a_codec_is_refused_beside_parts() -> None:
     subject = towers({"head": "whole"})
     sync = make_sync("allreduce", codec="bf16")
     subject = replace(subject, plan=(*subject.plan, ("sync", sync)))
-    with pytest.raises(Refusal, match="nor through a codec"):
+    with pytest.raises(Refusal, match="and without a codec"):
         laid(subject, seeded(subject.build), "fsdp2")
 
 

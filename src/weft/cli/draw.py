@@ -247,7 +247,7 @@ def _check_options(ctx: typer.Context, **things: object) -> None:
     drawn, *others = named
     if others:
         fix, value = "draw one after the other", named[others[0]]
-        problem = f"stands beside {drawn}"
+        problem = f"cannot be drawn together with {drawn}"
         raise ConfigError(others[0], value if isinstance(value, list) else str(value), problem, fix)
     for param in ctx.command.params:
         name, owners = param.name or "", [k for k, own in OWN_OPTIONS.items() if param.name in own]

@@ -79,4 +79,4 @@ def _whole_number(option: str, value: str) -> int:
     try:
         return int(value)
     except ValueError:
-        raise ConfigError(f"--set {option}", value, "no whole number", "write one") from None
+        raise ConfigError(f"--set {option}", value, "not a whole number", "write one") from None

@@ -83,7 +83,10 @@ def train(
             raise ConfigError("--auto-resume", True, "is not --resume", "give one of them")
         if trace and run.workers:
             raise ConfigError(
-                "--trace", trace, "shows stages, and [workers] has none", "leave it out"
+                "--trace",
+                trace,
+                "shows the stages of a layout, and a run with [workers] has no layout",
+                "leave it out",
             )
         if trace and run.train.profile is not None:
             problem = "--trace and train.profile both record the stages"

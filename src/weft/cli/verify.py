@@ -73,7 +73,7 @@ def verify(
         run = load(path, settings, further=low, no_code=no_code)
 
         if deep and run.workers:
-            problem = "trains as ranks do, and [workers] has none"
+            problem = "trains with ranks, and a run with [workers] has none"
             raise ConfigError("--deep", deep, problem, "leave it out")
 
         with kept_imports():

@@ -212,7 +212,7 @@ class LRScheduleConfig(CallableTable):
     def _named(self) -> Self:
         if self.build is None and self.arguments:
             raise table_error(
-                "names nothing that would take its keys",
+                "has arguments, and no callable that takes them",
                 'write build = "package.module:callable", or leave the table out',
                 **self.arguments,
             )

@@ -66,7 +66,7 @@ def resolve_compile(
         raise ConfigError(
             "train.compile",
             "blocks",
-            "the model has no list of repeated modules, which would be compiled",
+            "the model has no list of repeated modules to compile",
             'use "off", and compile modules by module.compile() in the build',
         )
     if plan.offload_activations and options.records_cuda_graphs:

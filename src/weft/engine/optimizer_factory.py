@@ -106,8 +106,12 @@ class OptimizerFactory:
                     "Muon must not update embeddings and heads, and cannot tell them from"
                     " hidden matrices"
                 )
-                matrices = ", ".join(_likely_embeddings(weights)) or "none here looks like one"
-                fix = f"name those that AdamW is to update, [] for none; perhaps {matrices}"
+                matrices = (
+                    ", ".join(_likely_embeddings(weights)) or "none, as no parameter looks like one"
+                )
+                fix = (
+                    f"list the parameters that AdamW is to update, [] for none; perhaps {matrices}"
+                )
                 raise ConfigError("optimizer.adamw", None, problem, fix)
             for pattern in self.arguments["adamw"]:
                 check_pattern("optimizer.adamw", pattern, weights)

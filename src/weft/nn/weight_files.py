@@ -123,7 +123,9 @@ def _tensor(file: Path, name: str, entry: Any, first: int, size: int) -> FileTen
         shape, (start, stop) = tuple(map(int, entry["shape"])), map(int, entry["data_offsets"])
         found = FileTensor(file, first + start, shape, DTYPES[entry["dtype"]])
     except (KeyError, TypeError, ValueError, OverflowError) as problem:
-        raise _damaged(file, f"says of {name} what cannot be read ({problem})") from problem
+        raise _damaged(
+            file, f"has an entry for {name} that cannot be read ({problem})"
+        ) from problem
     possible = min(shape, default=0) >= 0 and prod(max(n, 1) for n in shape) <= MOST_ELEMENTS
     if start < 0 or not possible or stop - start != found.nbytes:
         raise _damaged(file, f"gives {name} {stop - start} bytes for {shape} {entry['dtype']}")

@@ -90,7 +90,7 @@ def choose_units(
         for each in blocks
     ]
     if asked != BLOCKS and not any(lists):
-        problem = "the model has no list of repeated blocks, of which it would take so many"
+        problem = "the model has no list of repeated blocks to count"
         raise ConfigError(FIELD, asked, problem, "hold them in a ModuleList, or name modules")
     return tuple(tuple(each[i : i + size]) for each in lists for i in range(0, len(each), size))
 

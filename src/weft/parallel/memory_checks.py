@@ -52,6 +52,6 @@ def check_offload(offload: bool, blocks: Sequence[str]) -> None:
         raise UnsupportedModel(
             "train.offload_activations",
             offload,
-            "the model has no list of repeated blocks, whose activations would be offloaded",
+            "the model has no list of repeated blocks, and activations are offloaded by blocks",
             "leave it out, or hold them in a ModuleList",
         )

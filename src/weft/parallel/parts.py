@@ -111,7 +111,7 @@ def parts_on(
     for part in parts:
         _check_axes(part, layout)
         if sync is not None and not sync.plain:
-            problem = f"parts of a model are not exchanged by {sync.name}, nor through a codec"
+            problem = f"[layout.parts] works only without {sync.name} and without a codec"
             fix = "leave [sync] out, or the parts"
             raise ConfigError(field_of_part(part.pattern), str(part.placed), problem, fix)
         found.append(replace(part, placed=part.placed.within(layout)))

@@ -60,7 +60,7 @@ class SimulateRequest:
         if (self.scale is None) != (self.to is None):
             name, value = ("--scale", self.scale) if self.to is None else ("--to", self.to)
             raise ConfigError(
-                name, value, "one goes with the other", "write --scale weak --to 4096"
+                name, value, "--scale and --to go together", "write --scale weak --to 4096"
             )
         takes = {
             "--checkpoint": self.checkpoint_s,

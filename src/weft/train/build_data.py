@@ -120,7 +120,7 @@ def build_collate(run: RunConfig) -> data.Collate | None:
             for key, value in (made.items() if isinstance(made, Mapping) else {"": made}.items())
         }
         if any(found != [len(samples)] for found in rows.values()) or not rows:
-            problem = f"returns, of {len(samples)} samples, first dims or types {rows}"
+            problem = f"returns first dims or types {rows} for {len(samples)} samples"
             fix = f"return a dict of tensors whose first dim is the samples, here {len(samples)}"
             raise DataError("data.collate", name, problem, fix)
         return dict(made)

@@ -144,8 +144,8 @@ class WeightExchange:
             xs = [parcel.taken(anchor) - parcel.taken(each) for each in sent]
             parcel.put(coded.plain.total(xs, None) / len(sent), found)
             if coded.plain.undecided:
-                problem = "its definition does not tell what a replica sends: a difference of"
-                problem += " weights is rounding alone"
+                problem = "the definition cannot compute what a replica sends: a difference of"
+                problem += " weights is only rounding"
                 raise ConfigError("sync.codec", self._codec, problem, EXACT)
         return found
 

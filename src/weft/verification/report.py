@@ -168,10 +168,10 @@ def result_table(result: LayoutResult, steps: int) -> str:
         lines.append(f"  problem           {result.problem}")
     if result.workers:
         return "\n".join(
-            [*lines, "  not audited       what calls between the driver and its workers send"]
+            [*lines, "  not audited       messages of calls between the driver and its workers"]
         )
     if result.apart:
-        lines.append("  not audited       what replicas that step by themselves send")
+        lines.append("  not audited       messages of replicas that step independently")
     if result.compiled is not None:
         lines.append(f"  compiled          {result.compiled}, after the first step")
     lines.append("  collectives of a step      predicted                 seen")

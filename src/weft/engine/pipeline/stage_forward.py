@@ -348,8 +348,8 @@ class _StageExecution:
         return UnsupportedModel(
             "pipeline.cut",
             found,
-            f"the forward took another path than when it was planned{self._mode()}, where {planned}"
-            " came",
+            f"the forward took another path than when it was planned{self._mode()}: the plan has"
+            f" {planned} here",
             "cut only where every path of the forward passes: move the branch that depends on"
             " data into one module",
         )

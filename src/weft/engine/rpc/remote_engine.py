@@ -286,7 +286,7 @@ class Remote(RemoteState):
         """A call of a module that lives in another process."""
         worker, draws = self.places.of(name), self.randomness
         if self.here != DRIVER:
-            problem = f"lives on {worker}, and is called on {self.here}"
+            problem = f"is on {worker}, and is called on {self.here}"
             raise UnsupportedModel(
                 "workers",
                 name,
@@ -409,7 +409,9 @@ def check_worker_plan(plan: Plan, places: WorkerPlacement) -> None:
         )
         raise ConfigError("train.accumulate", plan.accumulate, problem, "use accumulate = 1")
     if plan.precision == "fp16":
-        problem = "no worker scales the loss, and says where a gradient has overflowed"
+        problem = (
+            "fp16 needs loss scaling, and workers neither scale the loss nor report an overflow"
+        )
         raise ConfigError("precision.compute", plan.precision, problem, "use bf16, fp32 or fp64")
     if plan.float8 is not None:
         problem = "the driver and its workers compute on a CPU, which has no float8"

@@ -93,7 +93,7 @@ def judge_variables(environment: Mapping[str, str], interfaces: Iterable[str]) -
     shown = [f"{name}_SOCKET_IFNAME={text}" for name, text in chosen.items()]
     proxies = [each for name in PROXIES for each in (name, name.upper()) if environment.get(each)]
     facts = {"chosen": chosen, "interfaces": known, "proxies": proxies}
-    found = ", ".join(shown) or "none chooses an interface"
+    found = ", ".join(shown) or "no variable names an interface"
     if missing:
         name, text = next(iter(missing.items()))
         advice = (

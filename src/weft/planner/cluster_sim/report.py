@@ -184,7 +184,9 @@ def _stragglers(rows: Sequence[StragglerRow]) -> str:
         )
     table = text_table(lines, left=(0,))
     if len(few) < len(rows):
-        table.append(translate(f"of more than {STAGES} places the cheapest and the dearest"))
+        table.append(
+            translate(f"only the cheapest and the most expensive of more than {STAGES} places")
+        )
     return "\n".join(table)
 
 
@@ -313,7 +315,7 @@ def write_report(path: Path, report: SimulationReport) -> None:
     """What the file's suffix names. Raises ConfigError."""
     makers = {".svg": report_svg, ".html": report_html, ".json": report_perfetto, ".csv": csv_rows}
     if path.suffix not in makers:
-        fix = f"name a {', '.join(makers)}"
+        fix = f"name a file that ends in one of {', '.join(makers)}"
         raise ConfigError("--out", str(path), "not a file to draw in", fix)
     try:
         path.write_text(makers[path.suffix](report), encoding="utf-8")
@@ -353,8 +355,8 @@ def csv_rows(report: SimulationReport) -> str:
         raise ConfigError(
             "--out",
             ".csv",
-            "there is no table",
-            "ask for --scale, --mtbf or --slow, or name an .svg",
+            "the report has no table to write",
+            "add --scale, --mtbf or --slow, or name an .svg",
         )
     text = io.StringIO()
     writer = csv.DictWriter(text, list(found[0]), lineterminator="\n")

@@ -39,7 +39,9 @@ def no_candidates(
     if math.prod(sizes.values()) > devices:
         problem = f"{math.prod(sizes.values())} ranks are more than {devices} devices"
         return LayoutError(field, pattern.text, problem, "use smaller sizes, or a larger cluster")
-    problem = refusal(one | sizes, question) or "no layout of it keeps to the rules"
+    problem = refusal(one | sizes, question) or (
+        "the rules of the search allow no layout of this pattern"
+    )
     allowed = [
         f"{axis}{size}"
         for axis in sizes
