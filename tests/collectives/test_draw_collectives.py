@@ -133,7 +133,10 @@ def test_figures_and_files(tmp_path: Path) -> None:
         (["--collective", "hierarchical"], "Give --local 2"),
         (["--collective", "ring", "--ranks", "11"], "a picture shows at most 10"),
         (["--collective", "ring", "--out", "x.json"], "name a .svg"),
-        (["--collective", "ring", "--bandwidth", "1,2,3"], "not a number for each network"),
+        (
+            ["--collective", "ring", "--bandwidth", "1,2,3"],
+            "not one number, or one for each network",
+        ),
         (["--collective", "ring", "--bandwidth", "0"], "give bytes per second above 0"),
         (["--collective", "ring", "--size", "-1"], "not a number of bytes"),
         (["--collective", "parameter_server", "--set", "servers=x"], "not a whole number"),

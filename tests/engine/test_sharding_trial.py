@@ -249,7 +249,7 @@ def test_a_plan_that_has_a_sample_leaves_it_whole(pool: Pool, layout: str) -> No
 
 
 def test_an_attention_that_stays_whole_is_refused_under_sequence() -> None:
-    with pytest.raises(UnsupportedModel, match=r"blocks\.0\.attention does not run on its part"):
+    with pytest.raises(UnsupportedModel, match=r"blocks\.0\.attention fails on a rank's shard"):
         begin(fixed_heads, "tp2+sequence")
 
 

@@ -453,7 +453,7 @@ PLAIN = {"storage": ["embedding"], "big": ["blocks.*"]}
         (
             {"driver": ["head"]},
             {},
-            "workers = 'driver': is the process that runs the model's own forward",
+            "workers = 'driver': is the name of the process that runs the model's own forward",
         ),
         (PLAIN, {"axes": "dp2"}, "layout.axes = 'dp2': workers hold whole modules"),
         (

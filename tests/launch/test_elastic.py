@@ -149,7 +149,7 @@ def test_a_host_that_is_lost_and_comes_back(tmp_path: Path) -> None:
         "2 of 3 hosts are here: 2 ranks" in said
         and said.count("3 of 3 hosts are here: 3 ranks") == 2
     )
-    assert "2 ranks are here: layout dp2, of dp3 as asked" in said
+    assert "2 ranks are here: layout dp2, in place of dp3" in said
     assert steps_of(tmp_path / "lost") == list(range(1, STEPS + 1))
     assert 'axes = "dp3"' in (tmp_path / "lost" / "out" / "run.toml").read_text()
     alone = Host(
@@ -354,6 +354,6 @@ def test_ranks_that_are_left_over_stand_by(tmp_path: Path) -> None:
             host.said() for host in hosts
         )
     said = "".join(host.said() for host in hosts)
-    assert "2 ranks are here, 1 of them to stand by: layout dp1, of dp1 as asked" in said
-    assert "killed by SIGKILL; all ranks are started anew" in said and "resumed" in said
+    assert "2 ranks are here, 1 of them as spares: layout dp1, in place of dp1" in said
+    assert "killed by SIGKILL; all ranks restart" in said and "resumed" in said
     assert steps_of(tmp_path) == list(range(1, 25))

@@ -131,5 +131,5 @@ def test_a_module_that_holds_blocks_is_refused() -> None:
 
 
 def test_masks_would_be_others() -> None:
-    with pytest.raises(ConfigError, match="block1 drops out and is in no list of blocks"):
+    with pytest.raises(ConfigError, match="block1 has dropout and is in no list of blocks"):
         weft.plan(Attributes(0.2), "dp1", batch=4, loss=next_token, recompute=["block1"])

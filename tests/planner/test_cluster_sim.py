@@ -824,7 +824,7 @@ def test_text(everything: report.SimulationReport) -> None:
         ),
         ({"storage_gbps": 3.0}, "--storage = 3.0: applies only to failures"),
         ({"restart_s": 3.0}, "--restart = 3.0: applies only to failures"),
-        ({"mtbf_h": 100.0}, "--checkpoint = None: what a checkpoint takes is not said"),
+        ({"mtbf_h": 100.0}, "--checkpoint = None: the time of a checkpoint is not given"),
         ({"mtbf_h": 100.0, "checkpoint_s": 3.0, "storage_gbps": 3.0}, "--checkpoint = 3.0"),
         ({"mtbf_h": -1.0, "checkpoint_s": 3.0}, "--mtbf = -1.0"),
         ({"scale": "weak"}, "--scale = 'weak': --scale and --to go together"),
@@ -974,7 +974,7 @@ def test_the_command(tmp_path: Path) -> None:
         ),
         (
             ["--layout", "dp8.pp4", "--set", "pipeline.cut=bogus"],
-            "pipeline.cut = 'bogus': not a way to cut",
+            "pipeline.cut = 'bogus': not a way to cut stages",
         ),
         (
             ["--layout", "dp8.pp4", "--set", 'pipeline.cut=["blocks.2"]'],

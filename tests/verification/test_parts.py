@@ -166,7 +166,7 @@ REFUSED: list[tuple[str, dict[str, str], str]] = [
     (
         "fsdp2.tp2",
         {"vision": "dp"},
-        'dp is no axis that a part can name. Write fsdp, tp, vp.*"whole"',
+        'dp is not an axis that a part can name. Write fsdp, tp, vp.*"whole"',
     ),
     ("fsdp2.tp2", {"vision": "tp+fsdp"}, "not sharded over the ranks of tp and fsdp together"),
     ("fsdp2.tp2", {"vision": "fsdp2"}, "does not name axes"),
@@ -175,9 +175,9 @@ REFUSED: list[tuple[str, dict[str, str], str]] = [
     ("fsdp2.tp2", {"*": "fsdp", "vision": "tp"}, "lines above it hold all its weights"),
     ("fsdp2.tp2", {"*": "fsdp+tp"}, "no part is left for tp to divide. Name tp in one"),
     ("fsdp2.tp2", {"*": "tp"}, "no part is left for fsdp to divide.*write dp"),
-    ("fsdp2.tp2", {"*.k_norm": "fsdp+tp"}, "another gradient on each rank of tp"),
+    ("fsdp2.tp2", {"*.k_norm": "fsdp+tp"}, "a different gradient on each rank of tp"),
     ("fsdp1.tp2", {"vision": "fsdp+tp"}, "fsdp has one rank"),
-    ("pp2.fsdp2", {"vision": "pp"}, "pp is no axis that a part can name"),
+    ("pp2.fsdp2", {"vision": "pp"}, "pp is not an axis that a part can name"),
 ]
 
 

@@ -280,6 +280,6 @@ def _numbers(option: str, text: str) -> float | tuple[float, ...]:
         found = tuple(map(float, text.split(",")))
     except ValueError:
         raise ConfigError(
-            option, text, "neither a number nor a list of numbers", "write 1.5 or 1,2,1,1"
+            option, text, "is neither a number nor a list of numbers", "write 1.5 or 1,2,1,1"
         ) from None
     return found if len(found) > 1 else found[0]

@@ -54,7 +54,7 @@ def two_networks(option: str, values: float | tuple[float, ...]) -> tuple[float,
     """What is given within a node and between nodes: one number for both. Raises ConfigError."""
     pair = values if isinstance(values, tuple) else (values, values)
     if len(pair) != 2:
-        problem = "not a number for each network"
+        problem = "not one number, or one for each network"
         raise ConfigError(option, pair, problem, "give one, or two: within a node, between nodes")
     return pair[0], pair[1]
 

@@ -57,7 +57,10 @@ def _run(run: RunConfig, ray: Any) -> None:
     except (ConnectionError, ValueError) as error:
         at = os.environ.get("RAY_ADDRESS")
         raise ConfigError(
-            "RAY_ADDRESS", at, f"no Ray answers ({error})", "name one that runs, or unset it"
+            "RAY_ADDRESS",
+            at,
+            f"no Ray cluster answers ({error})",
+            "name one that runs, or unset it",
         ) from None
     try:
         needed = _worker_resources(run, ray.cluster_resources())

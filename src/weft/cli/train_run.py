@@ -170,10 +170,10 @@ def _train_as_rank(run: RunConfig, laid: RunConfig, resume: bool, trace: bool, a
     if not again or resume:
         check_output(laid, resume)
     if rank == 0 and ranks != run.world:
-        spare = f", {ranks - world} of them to stand by" if ranks > world else ""
+        spare = f", {ranks - world} of them as spares" if ranks > world else ""
         log_line(
-            f"{ranks} ranks are here{spare}: layout {laid.layout.axes}, of {run.layout.axes} as"
-            " asked"
+            f"{ranks} ranks are here{spare}: layout {laid.layout.axes}, in place of"
+            f" {run.layout.axes}"
         )
     threads, backend = run.train.threads, _backend(run, local_world_size())
     if worlds:

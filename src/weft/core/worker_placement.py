@@ -79,7 +79,7 @@ def place_modules(model: nn.Module, workers: Mapping[str, Sequence[str]]) -> Wor
 
 def _check_name(worker: str) -> None:
     if worker == DRIVER:
-        problem = "is the process that runs the model's own forward"
+        problem = "is the name of the process that runs the model's own forward"
         raise ConfigError(
             "workers", worker, problem, "leave it out: it holds every module that no worker holds"
         )

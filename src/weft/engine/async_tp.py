@@ -35,7 +35,7 @@ def check_async_tp(options: CompileOptions, layout: Layout, device: torch.device
     axes = layout.active_axes(*FEATURE_AXES)
     if not axes or not layout.has_option("sequence"):
         _refuse(
-            f"{layout} has no gathers before matmuls, nor sums after them that are scattered",
+            f"{layout} has no all-gather before a matmul and no reduce-scatter after one",
             f"use a layout with tp and its option sequence, as in tp2+sequence, or {WITHOUT}",
         )
     if options.backend != "inductor":

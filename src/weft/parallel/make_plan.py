@@ -343,7 +343,7 @@ def _check_precision(precision: str, reduce: str, sync: Sync | None) -> None:
             problem = "gradients in fp16 are scaled, and bf16 keeps fewer of their digits"
         raise ConfigError("precision.reduce", reduce, problem, 'use it with compute = "bf16"')
     if sync is not None and not (sync.plain or sync.independent):
-        problem = f"{sync.name} and its codec say in which dtype replicas exchange gradients"
+        problem = f"{sync.name} and its codec set the dtype in which replicas exchange gradients"
         fix = 'leave reduce out, and use [sync] codec = "bf16"'
         raise ConfigError("precision.reduce", reduce, problem, fix)
 

@@ -47,7 +47,10 @@ def recomputed_modules(
             fix = f'name blocks, as "{inside[0]}"'
             raise ConfigError(FIELD, matched[name], problem, fix)
         if name not in blocks and may_drop(model.get_submodule(name)):
-            problem = f"{name} drops out and is in no list of blocks: its masks would be others"
+            problem = (
+                f"{name} has dropout and is in no list of blocks: recomputation would draw"
+                " other masks"
+            )
             fix = "hold such modules in a ModuleList, or leave it out"
             raise ConfigError(FIELD, matched[name], problem, fix)
     return tuple(outermost)

@@ -83,7 +83,7 @@ def check_shared_sequence(
         fix = 'declare them "whole_sequence" under [roles]: all ranks then compute all positions'
         refuse(problem, f"{fix}; or use dp or fsdp")
     if roles.mixers and layout.has_option("sequence"):
-        problem = f"{roles.mixers[0]} needs whole sequences, and tp's ranks part them once more"
+        problem = f"{roles.mixers[0]} needs whole sequences, and tp+sequence would split them again"
         fix = 'or, if it takes each position by itself, declare it "positionwise" under [roles]'
         refuse(problem, f"use tp without sequence, {fix}")
     parts = layout.size(*SEQUENCE_AXES)

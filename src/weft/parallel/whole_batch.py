@@ -39,7 +39,7 @@ def plan_whole_batch(plan: Plan, loss: Callable[..., Any] | None) -> Plan:
         )
     if shared := plan.layout.active_axes(*SEQUENCE_AXES):
         axis = ".".join(shared)
-        raise refuse(f"{axis} leaves each rank a part of each sample", f"leave {axis} out")
+        raise refuse(f"under {axis} each rank has only a part of each sample", f"leave {axis} out")
     if plan.replicas_step_independently:
         assert plan.sync is not None
         raise refuse(

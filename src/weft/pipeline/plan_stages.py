@@ -229,7 +229,7 @@ def check_split_points(where: str | Sequence[str], stages: int, who: str) -> Non
     elif where not in SPLIT_MEASURES:
         choices, hint = ", ".join(SPLIT_MEASURES), nearest(where, SPLIT_MEASURES)
         fix = f"choose one of {choices}, or name modules; {hint}"
-        raise ConfigError("pipeline.cut", where, "not a way to cut", fix)
+        raise ConfigError("pipeline.cut", where, "not a way to cut stages", fix)
 
 
 def _has_work_before(recorded: ForwardGraph, atoms: Sequence[SplitPoint]) -> bool:

@@ -82,13 +82,13 @@ class SimulateRequest:
             if number is not None and not (math.isfinite(number) and number > 0):
                 raise ConfigError(name, number, "cannot be", "write a number above 0")
         if self.fails and (self.checkpoint_s is None) == (self.storage_gbps is None):
-            problem = "is not said" if self.checkpoint_s is None else "is said by --storage too"
+            problem = "is not given" if self.checkpoint_s is None else "is given by --storage too"
             fix = (
                 "write either --checkpoint 20 (seconds) or --storage 100 (GB per second of all"
                 " ranks together)"
             )
             raise ConfigError(
-                "--checkpoint", self.checkpoint_s, f"what a checkpoint takes {problem}", fix
+                "--checkpoint", self.checkpoint_s, f"the time of a checkpoint {problem}", fix
             )
 
     @property

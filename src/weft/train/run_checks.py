@@ -250,8 +250,8 @@ def plan_without_weights(
             )
         if not sync.independent and sync.codec.keeps_residual:
             problem = (
-                f"{sync.codec.name} keeps of a gradient what it has not sent, which would come with"
-                " the next"
+                f"{sync.codec.name} keeps the unsent part of a skipped gradient, and would send"
+                " it with the next one"
             )
             raise ConfigError(
                 "train.skip",
@@ -268,7 +268,8 @@ def _check_rollback(run: RunConfig, made: Plan) -> None:
         problem, fix = "there would be no checkpoint to go back to", "set checkpoint.every, as 100"
     elif made.schedule.versions:
         problem, fix = (
-            f"{made.schedule.name} keeps older weights beside those of a checkpoint",
+            f"{made.schedule.name} keeps older versions of the weights, which a"
+            " checkpoint does not hold",
             f"{fix}, or use 1f1b",
         )
     elif made.replicas_step_independently:

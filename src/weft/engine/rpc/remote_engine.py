@@ -396,7 +396,7 @@ def check_worker_plan(plan: Plan, places: WorkerPlacement) -> None:
     """Refuse what does not go with workers. Raises Refusal."""
     if plan.layout.active_axes():
         problem = (
-            "workers hold whole modules, and there is one driver: no ranks to lay anything over"
+            "workers hold whole modules, and there is one driver, so a layout has no ranks to use"
         )
         raise LayoutError(
             "layout.axes", str(plan.layout), problem, "leave it dp1, or leave [workers] out"

@@ -239,7 +239,7 @@ def _often(lost: FailureCost, each: SaveInterval) -> tuple[str, str]:
 
 def _lost(lost: FailureCost, ascii_only: bool) -> str:
     faults = lost.faults
-    later = f", whole {seconds_text(faults.written_s)} later" if faults.written_s else ""
+    later = f", complete {seconds_text(faults.written_s)} later" if faults.written_s else ""
     head = (
         f"failures: one every {hours_text(faults.mtbf_s)} of the cluster; a checkpoint stops it for"
         f" {seconds_text(faults.pause_s)}{later}; a restart takes {seconds_text(faults.restart_s)}"
@@ -251,7 +251,7 @@ def _lost(lost: FailureCost, ascii_only: bool) -> str:
         lines.append([translate(each.name), *often, f"{each.goodput:.2%}"])
     drawn, best = lost.drawn, lost.best
     saved = (
-        "never saved, which takes least"
+        "never saved, which is fastest"
         if best.every == lost.steps
         else f"saved every {best.every:,}"
     )

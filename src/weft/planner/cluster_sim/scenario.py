@@ -120,10 +120,7 @@ class Scenario:
         samples, parts = float(self.choices.batch[0]), int(self.choices.accumulate[0])
         ranks = int(self.choices.size(*DATA_AXES)[0])
         if samples % (parts * ranks):
-            problem = (
-                f"{parts} microbatches over {ranks} ranks with samples of their own do not"
-                " divide it"
-            )
+            problem = f"it does not divide into {parts} microbatches over {ranks} data ranks"
             fix = f"use a multiple of {parts * ranks}, or another train.accumulate"
             raise ConfigError("train.batch", round(samples), problem, fix)
         stages = self.size(STAGE_AXIS) * int(self.choices.chunks[0])
