@@ -190,11 +190,11 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             "train small.toml --set precision.float8=rowwise",
-            "precision.float8 = 'rowwise': linears multiply in float8 beside bf16",
+            "precision.float8 = 'rowwise': float8 goes with bf16",
         ),
         (
             "verify small.toml --set precision.float8=rowwise",
-            "precision.float8 = 'rowwise': linears multiply in float8 beside bf16",
+            "precision.float8 = 'rowwise': float8 goes with bf16",
         ),
         (
             "train small.toml --layout dp2 --nproc 4",
@@ -226,7 +226,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
             "data.group_by_lenght = 4: is no argument of weft.data:stdlib."
             ' Did you mean "group_by_length"?',
         ),
-        ("train small.toml --set data.seq_len=60000", "samples, less than one batch"),
+        ("train small.toml --set data.seq_len=60000", "samples, fewer than one batch"),
         (
             "train small.toml --set optimizer.name=lionn",
             "optimizer.name = 'lionn': is no known optimizer. Did you mean \"lion\"?",
@@ -555,7 +555,7 @@ def test_a_run_file_of_others_runs_no_code(
     result = CliRunner().invoke(app, [command, "run.toml", "--no-code", *given])
     said = " ".join(result.output.split())
     assert result.exit_code == 2, said
-    assert f"{field} = '{value}': is code of the run file's own, which --no-code" in said
+    assert f"{field} = '{value}': is code from outside weft, which --no-code" in said
     assert not (tmp_path / "touched").exists() and str(tmp_path) not in sys.path
 
 

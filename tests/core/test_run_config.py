@@ -321,7 +321,7 @@ def test_building_a_model_leaves_the_random_state_alone(tmp_path: Path) -> None:
         ("model.heads", "3", "model", "must be a multiple of 2 * heads"),
         ("data.seq_length", "3", "data.seq_length", 'did you mean "seq_len"?'),
         ("data.seq_len", "0", "seq_len", "use 1 or more"),
-        ("data.seq_len", "30000", "train.batch", "samples, less than one batch"),
+        ("data.seq_len", "30000", "train.batch", "samples, fewer than one batch"),
         ("train.loss", "weft.losses:next_tokne", "train.loss", 'did you mean "next_token"?'),
         ("optimizer.name", "adamv", "optimizer.name", 'did you mean "adam'),
         ("optimizer.name", "lbfgs", "optimizer.name", "computes the loss several times"),

@@ -260,7 +260,7 @@ def test_keys_of_old_exchanges_go(tmp_path: Path) -> None:
 def test_who_is_alone_and_left_out_says_so(tmp_path: Path) -> None:
     of = Replicas(tmp_path, 2)
     mark_ended(of.store, 0)
-    with pytest.raises(WeftError, match="no other goes on"):
+    with pytest.raises(WeftError, match="no other replica runs"):
         of.run(lambda q: q.ask(), 1)
 
 

@@ -429,7 +429,7 @@ REFUSED: list[tuple[str, dict, dict, str]] = [
     ("dp2", {"codec": "int5"}, {}, "not a codec"),
     ("dp2", {"codec": {"rank": 2}}, {}, "not a codec"),
     ("dp2", {"codec": {"name": "int8", "blocks": 2}}, {}, "is no option of int8"),
-    ("dp2", {"bucket_mb": 0}, {}, "cannot be"),
+    ("dp2", {"bucket_mb": 0}, {}, "is not allowed"),
     ("dp2", {"name": "parameter_server", "servers": 3}, {}, "has 2 replicas"),
     ("dp4", {"name": "ring", "local": 3}, {}, "does not divide the 4 replicas"),
     ("fsdp2", {"name": "ring"}, {}, "has no replicas"),
@@ -442,9 +442,9 @@ REFUSED: list[tuple[str, dict, dict, str]] = [
         "updates each stage by itself",
     ),
     ("dp2", {"codec": "dgc"}, {}, "dgc applies the momentum"),
-    ("dp2", {"codec": {"name": "powersgd", "rank": "8"}}, {}, "cannot be"),
-    ("dp2", {"bucket_mb": "4"}, {}, "cannot be"),
-    ("dp2", {"bucket_mb": float("inf")}, {}, "cannot be"),
+    ("dp2", {"codec": {"name": "powersgd", "rank": "8"}}, {}, "is not allowed"),
+    ("dp2", {"bucket_mb": "4"}, {}, "is not allowed"),
+    ("dp2", {"bucket_mb": float("inf")}, {}, "is not allowed"),
 ]
 
 

@@ -449,7 +449,11 @@ PLAIN = {"storage": ["embedding"], "big": ["blocks.*"]}
             {"model__tied": True},
             "two names: embedding.weight on driver and head.weight on a",
         ),
-        ({"a b": ["head"]}, {}, "workers = 'a b': is no name that torch.distributed.rpc takes"),
+        (
+            {"a b": ["head"]},
+            {},
+            "workers = 'a b': is not a name that torch.distributed.rpc accepts",
+        ),
         (
             {"driver": ["head"]},
             {},

@@ -260,7 +260,7 @@ def test_times_are_read_as_slurm_reads_them() -> None:
     }
     assert {text: slurm.slurm_seconds(text) for text in read} == read
     for text in ("", "12h", "1:2:3:4", "1-", "-1", "1:"):
-        with pytest.raises(ConfigError, match="is no time of SLURM's"):
+        with pytest.raises(ConfigError, match="is not a time that SLURM accepts"):
             slurm.slurm_seconds(text)
 
 
@@ -270,12 +270,12 @@ def test_times_are_read_as_slurm_reads_them() -> None:
         (
             {"time": "3"},
             (
-                "--time = '3': leaves no time to train: 120 s before the end the run saves. Ask for"
-                " 5 minutes"
+                "--time = '3': leaves no time to train: the run saves 120 s before the end. Ask"
+                " for 5 minutes"
             ),
         ),
-        ({"partition": "a b"}, "--partition = 'a b': is no name that SLURM has"),
-        ({"account": "a\n#SBATCH"}, "is no name that SLURM has"),
+        ({"partition": "a b"}, "--partition = 'a b': is not a name that SLURM accepts"),
+        ({"account": "a\n#SBATCH"}, "is not a name that SLURM accepts"),
         ({"gpus": 1}, "--gpus = 1: a host has 2 ranks of dp4, and each needs a GPU of its own"),
     ],
 )

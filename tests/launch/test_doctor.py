@@ -199,7 +199,7 @@ def test_a_control_group_of_version_1(tmp_path: Path) -> None:
             None,
             2,
             "note",
-            "weft counts 8: set OMP_NUM_THREADS or train.threads to 2 // processes",
+            "weft assumes 8 cores: set OMP_NUM_THREADS or train.threads to 2 // processes",
         ),
         (8, 2.5, "1", 2, "ok", ""),
         (4, None, "16", 4, "note", "OMP_NUM_THREADS=4"),

@@ -316,7 +316,7 @@ def test_where_hosts_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
                 "--set",
                 "sync.period=2",
             ],
-            "go on by themselves",
+            "continue without a failed one",
         ),
         (
             [

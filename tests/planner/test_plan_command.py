@@ -276,11 +276,11 @@ def test_a_search_says_that_it_has_its_own_schedules(tmp_path: Path) -> None:
     run, sheet = files(tmp_path, pipeline__schedule="tests.staged:own_gpipe")
     said = weft("plan", run, "--cluster", f"{sheet}x2", "--layout", "pp2.*").output
     assert (
-        "note     tests.staged:own_gpipe is not searched: a whole --layout is priced with it"
+        "note     the search leaves out tests.staged:own_gpipe: give a complete --layout to estimate"
         in said
     )
     assert (
-        "is not searched"
+        "the search leaves out"
         not in weft("plan", run, "--cluster", f"{sheet}x2", "--layout", "dp2.*").output
     )
 
@@ -336,7 +336,7 @@ def test_cuts_of_ones_own_are_kept_where_there_are_as_many_stages(tmp_path: Path
     asked = ("plan", run, "--cluster", f"{sheet}x4", "--out", tmp_path / "out.toml", "--layout")
     said = weft(*asked, "pp2.dp2").output
     assert (
-        "note     pipeline.cut names where stages begin: they are priced as if they were even"
+        "note     pipeline.cut names where stages begin, but the estimate assumes even stages"
         in said
     )
     assert run_config.load_run(tmp_path / "out.toml").pipeline.cut == ("blocks.1",)

@@ -135,5 +135,5 @@ def test_a_run_file_of_others_measures_nothing(
     result = CliRunner().invoke(app, [command, *given, "--set", "train.eval_every=1"])
     said = " ".join(result.output.split())
     assert result.exit_code == 2, said
-    assert "train.eval_metrics = 'touched:accuracy': is code of the run file's own" in said
+    assert "train.eval_metrics = 'touched:accuracy': is code from outside weft" in said
     assert not (tmp_path / "touched").exists()

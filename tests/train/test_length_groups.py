@@ -172,7 +172,7 @@ def test_other_batches_are_seen(name: str, tmp_path: Path) -> None:
     [
         (
             'build = "weft.data:stdlib", group_by_length = 3',
-            r"data.group_by_length = 3: is for samples of several lengths.*Set data.collate",
+            r"data.group_by_length = 3: needs samples of several lengths.*Set data.collate",
         ),
         (
             'stream = ["run.toml"], collate = "MODULE:padded", group_by_length = 3',

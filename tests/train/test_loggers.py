@@ -134,7 +134,7 @@ def test_what_a_tracker_missed_comes_when_it_answers(
     train_with(tracker, run, monkeypatch)
     expected = [(line.pop("step"), line) for line in lines(run)]
     assert tracker.got == [("open", 0), *expected, ("ended",)] and len(expected) == 6
-    said = "tracker: ConnectionError: nobody is here; metrics.jsonl has all that it lacks"
+    said = "tracker: ConnectionError: nobody is here; metrics.jsonl has all metrics"
     assert capfd.readouterr().out.count(said) == 1
 
 

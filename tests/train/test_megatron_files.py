@@ -76,7 +76,7 @@ def change(path: Path, at: int, value: bytes) -> None:
         (lambda p: change(p.with_suffix(".idx"), 25, b"\x7f"), "is cut short"),
         (lambda p: change(p.with_suffix(".idx"), 34, b"\x02"), "do not lie one after the other"),
         (lambda p: change(p.with_suffix(".idx"), -8, b"\x09"), "sequences that are not there"),
-        (lambda p: p.with_suffix(".bin").write_bytes(b"123"), "has not the 20 bytes"),
+        (lambda p: p.with_suffix(".bin").write_bytes(b"123"), "does not have the 20 bytes"),
     ],
 )
 def test_files_that_are_none_are_refused(

@@ -56,11 +56,11 @@ REFUSED: dict[tuple[str, str], str] = {
         "pp2",
     ): "is sent between stages, and was int64|follows from elements of another",
     ("max-norm", "dp2"): "embedding.weight is changed by the model's forward, and ranks",
-    ("max-norm", "fsdp2"): "embedding.weight is changed by the model's forward, and what",
+    ("max-norm", "fsdp2"): "embedding.weight is changed by the model's forward, and fsdp",
     **{("max-norm", at): "need the whole table" for at in TP},
     **{("running-mean", at): "mean is changed by the model's forward, and" for at in SAMPLES},
     **{("reassigned", at): "mean is changed by the model's forward, and" for at in SAMPLES},
-    ("clamped", "fsdp2"): "first.weight is changed by the model's forward, and what",
+    ("clamped", "fsdp2"): "first.weight is changed by the model's forward, and fsdp",
     **{
         (f"{kind}-dropout", at): "draws random numbers by a function of torch"
         for kind in ("lstm", "gru")
@@ -69,8 +69,8 @@ REFUSED: dict[tuple[str, str], str] = {
     ("siamese", "pp2"): "the model 0 modules that are called once",
     ("multi-period", "pp2"): "the model 0 modules that are called once",
     ("skip-gram", "pp2"): "the model 1 modules that are called once",
-    ("pixel-cnn", "fsdp2"): "net.0.weight is changed by the model's forward, and what",
-    ("byol", "fsdp2"): "target.0.weight is changed by the model's forward, and what",
+    ("pixel-cnn", "fsdp2"): "net.0.weight is changed by the model's forward, and fsdp",
+    ("byol", "fsdp2"): "target.0.weight is changed by the model's forward, and fsdp",
     ("byol", "pp2"): "is changed by the forward, and stages 0 and 1 use it",
     **{("glow", at): "flows.0.* is changed by the model's forward, and" for at in SAMPLES},
     ("glow", "dp2"): "flows.0.initialized is changed by the model's forward, as",

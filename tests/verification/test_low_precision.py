@@ -197,5 +197,5 @@ def test_what_is_not_verified_in_bf16_is_refused() -> None:
     adam = partial(torch.optim.Adam, lr=1e-3)
     with pytest.raises(ConfigError, match=r"Adam.*verified with SGD.*leave it out"):
         verify(tiny, "dp2", batch, loss=next_token, precision="bf16", optimizer=adam)
-    with pytest.raises(ConfigError, match="updates weights late"):
+    with pytest.raises(ConfigError, match="updates weights with a delay"):
         verify(tiny, "pp2+pipedream", batch, loss=next_token, precision="bf16")

@@ -80,7 +80,9 @@ def train(
             )
             raise ConfigError(given, value, lacks, "write --nodes 4 --rdzv HOST:PORT")
         if resume and auto_resume:
-            raise ConfigError("--auto-resume", True, "is not --resume", "give one of them")
+            raise ConfigError(
+                "--auto-resume", True, "cannot stand beside --resume", "give one of them"
+            )
         if trace and run.workers:
             raise ConfigError(
                 "--trace",

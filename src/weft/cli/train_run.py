@@ -198,7 +198,7 @@ def _train_as_rank(run: RunConfig, laid: RunConfig, resume: bool, trace: bool, a
         if AGENT not in os.environ or "by peer" not in str(error):
             raise
         log_line(
-            f"rank {rank}: a rank that it was connected to has gone"
+            f"rank {rank}: a rank that it was connected to has ended"
         )  # which says itself why, if it can
         raise SystemExit(1) from None
     if ranks > world:
@@ -292,10 +292,7 @@ def world_size_error(
 
 
 def _fixed_layout_error(run: RunConfig) -> ConfigError:
-    problem = (
-        f"replicas under {run.sync.name} go on by themselves without one that fails, and keep the"
-        " layout"
-    )
+    problem = f"replicas under {run.sync.name} continue without a failed one, and keep the layout"
     return ConfigError(
         "sync.name", run.sync.name, problem, "use a fixed number of hosts, or allreduce"
     )

@@ -82,16 +82,17 @@ class DataConfig(SourceConfig):
     collate: str | None = Field(
         default=None,
         description=(
-            '"package.module:callable" that makes a batch, a dict of tensors, of a list of samples'
-            " (default: they are stacked)"
+            '"package.module:callable" that makes a batch, a dict of tensors, from a list of'
+            " samples (default: stack them)"
         ),
     )
     group_by_length: int = Field(
         default=0,
         ge=0,
         description=(
-            "batches whose samples are sorted by length together, so that each batch has samples of"
-            " like length, as 50; 0: none. Validation batches are not"
+            "number of batches whose samples are sorted by length together, such as 50, so that"
+            " the samples of a batch have similar lengths; 0: none. Validation batches are not"
+            " sorted"
         ),
     )
     workers: int = Field(
@@ -121,7 +122,9 @@ class DataConfig(SourceConfig):
             problem = "cannot stand beside blend, where each source has its own arguments"
             raise table_error(problem, "write it in the tables of [[data.blend]]", **{key: value})
         if self.group_by_length and self.collate is None:
-            problem = "is for samples of several lengths, which no batch has without data.collate"
+            problem = (
+                "needs samples of several lengths, and only data.collate can make batches of those"
+            )
             raise table_error(
                 problem,
                 "set data.collate, or leave it out",

@@ -90,15 +90,16 @@ class ModelConfig(CallableTable):
     adapter: str | dict[str, Any] | None = Field(
         default=None,
         description=(
-            "an adapter of peft, which alone is trained: a directory that peft saved, or arguments"
-            ' of one, as in { r = 8, target_modules = ["q_proj", "v_proj"] } (docs/fine_tuning.md)'
+            "an adapter of peft; only the adapter is trained: a directory that peft saved, or"
+            ' its arguments, as in { r = 8, target_modules = ["q_proj", "v_proj"] }'
+            " (docs/fine_tuning.md)"
         ),
     )
     quantize: Literal["int8", "nf4"] | None = Field(
         default=None,
         description=(
-            '"int8" or "nf4": beside an adapter, the frozen linears hold their weights in 8 bits or'
-            " in 4 (docs/fine_tuning.md)"
+            '"int8" or "nf4": with an adapter, store the weights of frozen linears in 8 or 4'
+            " bits (docs/fine_tuning.md)"
         ),
     )
     freeze: Strings = Field(
@@ -114,7 +115,7 @@ class ModelConfig(CallableTable):
         exactly_one(build=self.build, hf=self.hf)
         if self.quantize is not None and self.adapter is None:
             raise table_error(
-                "is for the frozen weights beside an adapter, and there is none",
+                "applies to the frozen weights beside an adapter, and the run has no adapter",
                 "set model.adapter, or leave it out",
                 quantize=self.quantize,
             )
@@ -145,7 +146,7 @@ class LayoutConfig(TomlTable):
         default={},
         description=(
             'glob of module names -> axes that divide its weights, as in "vision" = "fsdp"'
-            " (docs/layouts.md); the first that matches holds"
+            " (docs/layouts.md); the first match applies"
         ),
     )
     fsdp_units: str | int | tuple[str, ...] = Field(
@@ -202,9 +203,9 @@ class LRScheduleConfig(CallableTable):
     build: str | None = Field(
         default=None,
         description=(
-            '"package.module:callable" that returns a function from a step, the first is 0, to the'
-            " factor of the learning rate, in place of warmup and decay of [train]; it gets `steps`"
-            " if it has that parameter"
+            '"package.module:callable" that returns a function from a step (the first is 0) to'
+            " the factor of the learning rate, in place of warmup and decay of [train]; it gets"
+            " `steps` if it has that parameter"
         ),
     )
 
@@ -230,15 +231,15 @@ class OptimizerConfig(CallableTable):
     build: str | None = Field(
         default=None,
         description=(
-            '"package.module:callable" of (parameters, **arguments) that makes another one, in'
-            " place of name: any class of torch.optim.Optimizer, or a function"
+            '"package.module:callable" of (parameters, **arguments) that makes the optimizer, in'
+            " place of name: a class of torch.optim.Optimizer, or a function"
         ),
     )
     updates_each: Literal["element", "tensor"] | None = Field(
         default=None,
         description=(
-            "how much of a parameter an update by `build` looks at; without it the mark of its"
-            " class, docs/optimizers.md"
+            '"element" or "tensor": how much of a parameter an update by `build` reads (default:'
+            " the mark of its class, docs/optimizers.md)"
         ),
     )
     no_decay: Strings = Field(
@@ -255,8 +256,8 @@ class OptimizerConfig(CallableTable):
     groups: dict[str, dict[str, Any]] = Field(
         default={},
         description=(
-            "glob of parameters -> arguments that differ for them, as in"
-            ' "embedding.*" = { lr = 1e-4 }; the first that matches holds'
+            'glob of parameters -> arguments that differ for them, as in "embedding.*" ='
+            " { lr = 1e-4 }; the first match applies"
         ),
     )
 

@@ -70,7 +70,10 @@ class TrainConfig(TomlTable):
         default="linear", description="how the learning rate rises"
     )
     start_lr_ratio: float = Field(
-        default=0.0, ge=0, le=1, description="what it rises from, as a fraction of lr"
+        default=0.0,
+        ge=0,
+        le=1,
+        description="the rate from which warm-up starts, as a fraction of lr",
     )
     decay: Literal["constant", "linear", "cosine", "sqrt"] = Field(
         default="constant",
@@ -105,7 +108,7 @@ class TrainConfig(TomlTable):
     )
     ema_warmup: bool = Field(
         default=False,
-        description="of the average at most (1 + n) / (10 + n) stays in step n",
+        description="in step n at most (1 + n) / (10 + n) of the average stays",
     )
     eval_every: int = Field(default=0, ge=0, description="steps between validations; 0: never")
     eval_batches: int = Field(default=8, gt=0, description="batches per validation")
@@ -157,15 +160,15 @@ class TrainConfig(TomlTable):
     logits: Literal["auto", "whole", "chunks"] = Field(
         default="auto",
         description=(
-            'logits: "whole"; "chunks": made by the loss, of some tokens at a time, and again in'
-            ' backward; "auto": chunks where a microbatch has more than 64 million'
+            'logits: "whole"; "chunks": computed by the loss for some tokens at a time, and'
+            ' again in backward; "auto": chunks where a microbatch has more than 64 million'
         ),
     )
     offload_activations: bool = Field(
         default=False,
         description=(
-            "what blocks save for backward rests in pinned host memory between forward and"
-            " backward; on GPUs"
+            "keep what blocks save for backward in pinned host memory between forward and"
+            " backward; needs GPUs"
         ),
     )
     fsdp_prefetch: int | None = Field(

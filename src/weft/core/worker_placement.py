@@ -84,7 +84,7 @@ def _check_name(worker: str) -> None:
             "workers", worker, problem, "leave it out: it holds every module that no worker holds"
         )
     if not NAME.fullmatch(worker):
-        problem = "is no name that torch.distributed.rpc takes"
+        problem = "is not a name that torch.distributed.rpc accepts"
         raise ConfigError(
             "workers", worker, problem, "use up to 127 letters, digits and any of _ - :"
         )

@@ -261,7 +261,7 @@ def _failure_text(result: RunResult) -> str:
         if first.exitcode < 0
         else f"exited with code {first.exitcode}"
     )
-    return f"rank {rank} of this host {how}, and it is not started anew"
+    return f"rank {rank} of this host {how}, and it is not restarted"
 
 
 class ElasticAgent(HookedAgent):

@@ -185,7 +185,7 @@ def _name(job: Job, given: str | None) -> str:
     longest = LONGEST - len(f"-worker-{job.most - 1}")
     if not re.fullmatch(LABEL, name) or len(name) > longest:
         fix = f"give a --name of at most {longest} lower-case letters, digits and -, a letter first"
-        raise ConfigError("--name", name, "is no name that Kubernetes takes", fix)
+        raise ConfigError("--name", name, "is not a name that Kubernetes accepts", fix)
     return name
 
 

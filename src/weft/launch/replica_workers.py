@@ -105,7 +105,7 @@ def run_replicas(
                 if done and over and time.monotonic() > last + LAST_S:
                     log_line(
                         f"replicas {', '.join(map(str, running))} stall, and the others are done:"
-                        " ended"
+                        " weft stopped them"
                     )
                     break
                 events = [event for _, _, watch in running.values() for event in watch.events()]

@@ -117,7 +117,7 @@ def _check_declared(
         unknown = sorted(set(role) - known)
         if unknown:
             fix = (
-                'heads and kv_heads stand beside role = "attention", on the module that holds the'
+                'heads and kv_heads go with role = "attention", on the module that holds the'
                 " projections"
             )
             raise ConfigError(field, unknown[0], "not a key of this role", fix)

@@ -127,7 +127,7 @@ def _named_units(
             raise ConfigError(FIELD, pattern, problem, "leave one of the two patterns out")
         path = name.split(".")
         if any(called_by_data(model, ".".join(path[: i + 1])) for i in range(len(path))):
-            problem = f"{name} is called only where data say so, and ranks have other samples"
+            problem = f"{name} is called only for some data, and ranks have different samples"
             raise ConfigError(FIELD, pattern, problem, "name the module around it that always runs")
     _check_ties(weights, matched)
     return tuple(name for name in named if name in matched)

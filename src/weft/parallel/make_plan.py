@@ -326,7 +326,7 @@ def _once_a_step(step: Step) -> Step:
 
 def _check_precision(precision: str, reduce: str, sync: Sync | None) -> None:
     if precision == "fp8":
-        problem = "float8 is for what linears multiply; all else is computed in bf16"
+        problem = "float8 covers only the matmuls of linears; all else is computed in bf16"
         fix = 'use bf16, with float8 = "rowwise" beside it'
         raise ConfigError("precision.compute", precision, problem, fix)
     if precision not in DTYPES:

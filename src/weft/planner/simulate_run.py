@@ -80,7 +80,7 @@ class SimulateRequest:
         }
         for name, number in given.items():
             if number is not None and not (math.isfinite(number) and number > 0):
-                raise ConfigError(name, number, "cannot be", "write a number above 0")
+                raise ConfigError(name, number, "is not allowed", "write a number above 0")
         if self.fails and (self.checkpoint_s is None) == (self.storage_gbps is None):
             problem = "is not given" if self.checkpoint_s is None else "is given by --storage too"
             fix = (

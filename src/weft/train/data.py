@@ -415,7 +415,7 @@ class Loader(Iterator[dict[str, Tensor]]):
         group_by_length: int = 0,
     ):
         if len(dataset) < batch:
-            problem = f"the dataset has {len(dataset)} samples, less than one batch"
+            problem = f"the dataset has {len(dataset)} samples, fewer than one batch"
             raise DataError(
                 "batch", batch, problem, f"use a batch of at most {len(dataset)}, or more data"
             )

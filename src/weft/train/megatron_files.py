@@ -110,7 +110,7 @@ def read_megatron(prefix: str | Path) -> tuple[np.ndarray, np.ndarray]:
     if int(head["version"]) != 1:
         raise refusal(f"{index} is of version {head['version']}, and weft reads version 1")
     if code not in DTYPES:
-        raise refusal(f"{index} has the dtype code {code}, which is none of whole numbers")
+        raise refusal(f"{index} has the dtype code {code}, which is not an integer dtype")
     if len(raw) < at + 12 * sequences + 8 * documents:
         raise refusal(f"{index} is cut short")
     lengths = raw[at : (at := at + 4 * sequences)].view("<i4")
@@ -122,7 +122,7 @@ def read_megatron(prefix: str | Path) -> tuple[np.ndarray, np.ndarray]:
         raise refusal(f"{index} has sequences that do not lie one after the other")
     total = int(ends[-1]) if sequences else 0
     if os.path.getsize(binary) != total * size:
-        raise refusal(f"{binary} has not the {total * size} bytes that {index.name} names")
+        raise refusal(f"{binary} does not have the {total * size} bytes that {index.name} gives")
     if documents and (bounds.min() < 0 or bounds.max() > sequences):
         raise refusal(f"{index} has a document of sequences that are not there")
     tokens = np.memmap(binary, DTYPES[code], "r") if total else np.empty(0, DTYPES[code])

@@ -124,7 +124,7 @@ def check_run(
         if isinstance(held, Stream):
             held.check(run.train.batch, split)
         elif len(held) < run.train.batch:
-            problem = f"the split {split!r} has {len(held)} samples, less than one batch"
+            problem = f"the split {split!r} has {len(held)} samples, fewer than one batch"
             raise DataError(
                 "train.batch", run.train.batch, problem, f"use at most {len(held)}, or more data"
             )

@@ -181,7 +181,7 @@ class StreamLoader(Iterator[dict[str, Tensor]]):
             if len(self._items) >= self.batch:
                 break
             if self._block == 0:
-                problem = f"a pass over {self.stream.name[1]} has less samples than one batch"
+                problem = f"a pass over {self.stream.name[1]} has fewer samples than one batch"
                 raise DataError("batch", self.batch, problem, "use a smaller batch, or more data")
             self._reading, self._number, self._block = None, self._number + 1, -1
         taken, self._items = self._items[: self.batch], self._items[self.batch :]

@@ -108,7 +108,9 @@ def _references(case: Case, layouts: Sequence[str], steps: int) -> list[Referenc
             and case.lay(case.model(), layout).schedule.versions
         ):
             if case.precision != "fp64":
-                problem = f"{layout} updates weights late, which is verified in float64 alone"
+                problem = (
+                    f"{layout} updates weights with a delay, and this can be verified only in fp64"
+                )
                 fix = "verify it in fp64, or a synchronous schedule such as 1f1b"
                 found.append(ConfigError("--precision", case.precision, problem, fix))
             else:

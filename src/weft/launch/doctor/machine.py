@@ -88,13 +88,13 @@ def judge_cores(facts: dict[str, Any]) -> Finding:
             "cores",
             "note",
             found,
-            f"threads will wait for each other: OMP_NUM_THREADS={usable}",
+            f"there are more threads than cores: set OMP_NUM_THREADS={usable}",
             facts,
         )
     if usable < allowed and not omp:
         advice = (
-            f"weft counts {allowed}: set OMP_NUM_THREADS or train.threads to {usable} // processes"
-            " of this host"
+            f"weft assumes {allowed} cores: set OMP_NUM_THREADS or train.threads to {usable} //"
+            " processes of this host"
         )
         return Finding("cores", "note", found, advice, facts)
     return Finding(
@@ -166,8 +166,8 @@ def open_files_finding() -> Finding:
     if soft != resource.RLIM_INFINITY and soft < FILES:
         more = FILES if hard == resource.RLIM_INFINITY else min(16 * FILES, hard)
         advice = (
-            f"a rank has a connection to each other rank, for each group: ulimit -n {more} for"
-            " hundreds of ranks"
+            f"each rank opens a connection to each other rank in each group: set ulimit -n {more}"
+            " for hundreds of ranks"
         )
         return Finding(
             "open files", "note" if soft >= FILES // 4 else "wrong", shown, advice, facts

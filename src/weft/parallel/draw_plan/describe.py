@@ -35,8 +35,8 @@ def legend(rows: PlanRows) -> list[str]:
     if "dim 1 cut" in lie:
         said.append("dim 1 cut: each rank has its slice of the positions")
     if rows.staged:
-        said.append("A group holds the weights of its stages alone.")
-    return [*said, "A weight that is not here is whole on every rank."]
+        said.append("Each group holds only the weights of its own stages.")
+    return [*said, "Weights that are not shown are whole on every rank."]
 
 
 def name_of(row: PlanRow) -> str:

@@ -118,7 +118,7 @@ def read_run_folder(folder: Path, device: str, option: str) -> MeasuredRun:
             raise ConfigError(option, str(folder / METRICS), problem, fix)
     paces = _paces(folder / METRICS, option)
     if not paces:
-        problem = "has no step after the first logged one, whose time is that of setting up"
+        problem = "has no step after the first logged one, whose time includes set-up"
         fix = "train more steps, or lower train.log_every"
         raise ConfigError(option, str(folder / METRICS), problem, fix)
     run = load_run(folder / RUN_FILE)
