@@ -60,7 +60,7 @@ def test_it_is_written_where_memory_is_at_an_end(tmp_path: Path, calls: list[str
 
 def test_without_it_the_line_says_how(tmp_path: Path, calls: list[str]) -> None:
     snapshot = MemorySnapshot(None, tmp_path)
-    with pytest.raises(WeftError, match=r"train\.memory_snapshot = 3 would write"), snapshot():
+    with pytest.raises(WeftError, match=r"train\.memory_snapshot = 3 would record"), snapshot():
         raise torch.OutOfMemoryError(OUT)
     assert calls == [] and not [*tmp_path.iterdir()]
 
