@@ -47,7 +47,7 @@ def whole(row: Row, name: str, default: int | None = None) -> int:
             )
         return default
     if value != int(value):
-        raise Uncovered(f"{name} = {value:g} is not a whole number")
+        raise Uncovered(f"{name} = {value:g} is no whole number")
     return int(value)
 
 

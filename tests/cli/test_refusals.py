@@ -149,7 +149,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             "train small.toml --set train.bacth=4",
-            'train.bacth = 4: is no key of [train]. Did you mean "batch"?',
+            'train.bacth = 4: is not a key of [train]. Did you mean "batch"?',
         ),
         (
             "train small.toml --set train.batch",
@@ -219,17 +219,17 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             "train small.toml --set model.dims=3",
-            'model.dims = 3: is no argument of weft.models:decoder. Did you mean "dim"?',
+            'model.dims = 3: is not a known argument of weft.models:decoder. Did you mean "dim"?',
         ),
         (
             "train small.toml --set data.group_by_lenght=4",
-            "data.group_by_lenght = 4: is no argument of weft.data:stdlib."
+            "data.group_by_lenght = 4: is not a known argument of weft.data:stdlib."
             ' Did you mean "group_by_length"?',
         ),
         ("train small.toml --set data.seq_len=60000", "samples, fewer than one batch"),
         (
             "train small.toml --set optimizer.name=lionn",
-            "optimizer.name = 'lionn': is no known optimizer. Did you mean \"lion\"?",
+            "optimizer.name = 'lionn': is not a known optimizer. Did you mean \"lion\"?",
         ),
         (
             "train small.toml --layout dp2.tp2 --set sync.name=parameter_server --set"
@@ -250,7 +250,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             'train small.toml --set optimizer.groups={"blocks.*"={lrr=1e-4}}',
-            "optimizer.groups.blocks.*.lrr = 0.0001: is no setting of a group of adamw. Did you",
+            "optimizer.groups.blocks.*.lrr = 0.0001: is not a known setting of a group of adamw",
         ),
         (
             'train small.toml --set optimizer.groups={"block.*"={lr=1e-4}}',
@@ -278,7 +278,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             "verify small.toml --set trian.steps=3",
-            "trian = {'steps': 3}: is no key of a run file. Did you mean \"train\"?",
+            "trian = {'steps': 3}: is not a key of a run file. Did you mean \"train\"?",
         ),
         ("verify small.toml --world 521", "tp521 is refused"),
         (

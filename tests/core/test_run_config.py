@@ -252,7 +252,7 @@ def test_a_missing_file_and_bad_toml(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "says"), [("train..batch", "no dotted key"), ("train.batch.x", "batch is a value")]
+    ("key", "says"), [("train..batch", "not a dotted key"), ("train.batch.x", "batch is a value")]
 )
 def test_an_override_of_no_key(tmp_path: Path, key: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
@@ -507,7 +507,7 @@ def test_another_head(llama: Path) -> None:
     ("key", "value", "field", "says"),
     [
         ("model.hidden_sizes", "8", "model.hidden_sizes", 'Did you mean "hidden_size"?'),
-        ("model.dtype", "bf16", "model.dtype", "is no key of config.json"),
+        ("model.dtype", "bf16", "model.dtype", "is not a known key of config.json"),
         ("model.hf", "meta-llama/Llama-3.1-8B", "model.hf", "nothing is downloaded"),
         ("model.hidden_size", "wide", "model.hf", "hidden_size"),
         ("model.num_hidden_layers", "2", "model.hf", "weights lack model.layers.1"),

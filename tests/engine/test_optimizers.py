@@ -331,8 +331,8 @@ class Careless(torch.optim.SGD):
     [
         ({"kind": "lbfgs"}, "'lbfgs': its step computes the loss several times"),
         ({"kind": "sparseadam"}, "'sparseadam': it takes sparse gradients alone"),
-        ({"kind": "adamq"}, "is no known optimizer. Did you mean"),
-        ({"groups": {"*": {"rate": 1.0}}}, r"groups.\*.rate = 1.0: is no setting"),
+        ({"kind": "adamq"}, "is not a known optimizer. Did you mean"),
+        ({"groups": {"*": {"rate": 1.0}}}, r"groups.\*.rate = 1.0: is not a known setting"),
         (
             {"groups": {"*": {"lr": -1.0}}},
             r"groups.\*.lr = -1.0: adamw refuses: Invalid learning rate: -1.0",
@@ -340,19 +340,22 @@ class Careless(torch.optim.SGD):
         ({"lr": -1.0, "eps": 0.0}, "optimizer.lr = -1.0: adamw refuses: Invalid learning rate"),
         ({"lr": 1.0, "eps": -1.0}, "optimizer.eps = -1.0: adamw refuses: Invalid epsilon"),
         ({"lr": 1.0, "betas": [0.9, 1.5]}, r"betas = \(0.9, 1.5\): adamw refuses: Invalid beta"),
-        ({"betas": [0.9]}, r"betas = \(0.9,\): is no list of 2 values. Write as in \[0.9, 0.999\]"),
+        (
+            {"betas": [0.9]},
+            r"betas = \(0.9,\): is not a list of 2 values. Write as in \[0.9, 0.999\]",
+        ),
         ({"betas": [0.9, 0.99, 0.999]}, "optimizer.betas = .*: is not a list of 2 values"),
         ({"betas": 0.9}, "optimizer.betas = 0.9: is not a list of 2 values"),
         (
             {"groups": {"*": {"betas": [0.9]}}},
-            r"groups.\*.betas = \(0.9,\): is no list of 2 values",
+            r"groups.\*.betas = \(0.9,\): is not a list of 2 values",
         ),
         (
             {"kind": "muon", "adamw": [], "groups": {"*": {"betas": [0.9]}}},
-            r"groups.\*.betas = \(0.9,\): is no list of 2 values",
+            r"groups.\*.betas = \(0.9,\): is not a list of 2 values",
         ),
         ({"kind": "sgd", "lr": float("inf")}, "optimizer.lr = inf: is not finite"),
-        ({"eps": float("nan")}, "optimizer.eps = nan: is no number"),
+        ({"eps": float("nan")}, "optimizer.eps = nan: is not a number"),
         ({"weight_decay": True}, "weight_decay = True: is not a number. Write as in 0.01"),
         ({"kind": Careless, "lr": float("nan")}, "optimizer.lr = nan: is not finite"),
         ({"kind": Careless, "betas": (0.9,)}, r"betas = \(0.9,\): Careless refuses: tuple index"),

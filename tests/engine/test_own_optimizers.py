@@ -235,14 +235,14 @@ build = "tests.engine.test_own_optimizers:NAME"
         ("Globally", "", "fsdp2", "optimizer.build = '.*:Globally': it is not known to update"),
         ("CountedAdam", "", "tp2", 'write optimizer.updates_each = "element" or "tensor"'),
         ("Normed", 'updates_each = "elements"', "dp2", "updates_each = 'elements'"),
-        ("no_optimizer", "", "dp2", "makes dict, which is no torch.optim.Optimizer"),
-        ("CountedAdam", "rate = 1.0", "dp2", "optimizer.rate = 1.0: is no argument"),
+        ("no_optimizer", "", "dp2", "makes dict, which is not a torch.optim.Optimizer"),
+        ("CountedAdam", "rate = 1.0", "dp2", "optimizer.rate = 1.0: is not a known argument"),
         ("CountedAdam", 'name = "lion"', "dp2", "name = 'lion': is given beside build"),
         (
             "CountedAdam",
             'updates_each = "element"\n[sync]\nname = "parameter_server"\nstaleness = 1',
             "dp2",
-            "it keeps numbers, such as its count of steps",
+            "its state has numbers, such as a step count",
         ),
     ],
 )

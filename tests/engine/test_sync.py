@@ -425,10 +425,10 @@ def test_what_is_allowed() -> None:
 
 REFUSED: list[tuple[str, dict, dict, str]] = [
     ("dp2", {"name": "gossip"}, {}, "not a synchroniser"),
-    ("dp2", {"name": "ring", "servers": 2}, {}, "is no option of ring"),
+    ("dp2", {"name": "ring", "servers": 2}, {}, "is not an option of ring"),
     ("dp2", {"codec": "int5"}, {}, "not a codec"),
     ("dp2", {"codec": {"rank": 2}}, {}, "not a codec"),
-    ("dp2", {"codec": {"name": "int8", "blocks": 2}}, {}, "is no option of int8"),
+    ("dp2", {"codec": {"name": "int8", "blocks": 2}}, {}, "is not an option of int8"),
     ("dp2", {"bucket_mb": 0}, {}, "is not allowed"),
     ("dp2", {"name": "parameter_server", "servers": 3}, {}, "has 2 replicas"),
     ("dp4", {"name": "ring", "local": 3}, {}, "does not divide the 4 replicas"),

@@ -250,7 +250,7 @@ NAMES = {"head": "127.0.1.1"}
 def test_where_hosts_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert parse_nodes("4") == (4, 4) and parse_nodes("2:4") == (2, 4)
     for text in ("", "0", "4:2", "two", "2:4:6", "-1"):
-        with pytest.raises(ConfigError, match="is no number of hosts"):
+        with pytest.raises(ConfigError, match="is not a number of hosts"):
             parse_nodes(text)
     for text, wants in (
         ("a.b:5", "a.b:5"),
@@ -294,7 +294,7 @@ def test_where_hosts_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     [
         (["--nodes", "2"], "--nodes = '2': does not say where they meet"),
         (["--rdzv", "a:1"], "--rdzv = 'a:1': does not say how many hosts"),
-        (["--nodes", "x", "--rdzv", "a:1"], "is no number of hosts"),
+        (["--nodes", "x", "--rdzv", "a:1"], "is not a number of hosts"),
         (
             ["--nodes", "3", "--rdzv", "127.0.0.1:1", "--layout", "dp2"],
             "layout dp2 has 2 ranks, and there are 3",

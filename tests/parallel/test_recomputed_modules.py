@@ -102,8 +102,8 @@ def test_what_is_named_runs_again_and_nothing_else(name: str) -> None:
     [
         (["block.0"], "'block.0': matches no module. Did you mean \"blocks.0\""),
         (["blocks.0.mlp"], 'blocks.0.mlp is inside of blocks.0.*Write "blocks.0"'),
-        ([], "is no way to recompute"),
-        ([1], "is no way to recompute"),
+        ([], "is not a way to recompute"),
+        ([1], "is not a way to recompute"),
     ],
 )
 def test_names_that_do_not_fit(tmp_path: Path, names: list[Any], says: str) -> None:

@@ -330,7 +330,10 @@ def test_one_that_raises_at_the_begin_or_the_end(tmp_path: Path) -> None:
         (f"{HERE}:Silent", "makes Silent, which has no method of a callback"),
         (f"{HERE}:Dairy", 'has no Dairy. Did you mean "Diary"?'),
         (f"{HERE}:Diary", "train.callbacks.path = None: .*Diary needs it"),
-        (callback("Stops", step=1, rnak=0), 'rnak = 0: is no argument of .*. Did you mean "rank"'),
+        (
+            callback("Stops", step=1, rnak=0),
+            'rnak = 0: is not a known argument of .*. Did you mean "rank"',
+        ),
         ({"step": 1}, "has no name"),
     ],
 )

@@ -132,9 +132,9 @@ def test_the_command(profile: Path, tmp_path: Path) -> None:
     ElementTree.fromstring(image.read_text())
     other = tmp_path / "trace.json"
     for content, message in (
-        ("{", "is no profile of a run (JSONDecodeError"),
-        ("[1]", "is no profile of a run (TypeError"),
-        ('{"traceEvents": [3]}', "is no profile of a run (AttributeError"),
+        ("{", "is not a profile of a run (JSONDecodeError"),
+        ("[1]", "is not a profile of a run (TypeError"),
+        ('{"traceEvents": [3]}', "is not a profile of a run (AttributeError"),
         ('{"traceEvents": []}', "has no steps in which a rank computes"),
     ):
         other.write_text(content)

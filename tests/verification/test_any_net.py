@@ -83,7 +83,7 @@ REFUSED: dict[tuple[str, str], str] = {
     **{("made-later", at): "is made by the first forward" for at in LAYOUTS},
     **{("frozen", at): "none of its parameters is trainable" for at in LAYOUTS},
     ("old-registers", "pp2"): "it runs inside torch.utils.checkpoint",
-    ("checkpointed-conv", "pp2"): "once more in backward, which a pipeline runs in another order",
+    ("checkpointed-conv", "pp2"): "backward changes it again, and a pipeline runs backward",
     ("transformer-xl", "pp2"): "the model 0 modules that are called once",
     ("swish", "pp2"): "made by something that is no PyTorch function",
     **{("scripted", at): "is compiled by torch.jit: it takes no hooks" for at in LAYOUTS},

@@ -71,7 +71,7 @@ def export(
         from weft.train import DTYPES, export_weights
 
         if dtype is not None and dtype not in DTYPES:
-            raise ConfigError("--dtype", dtype, "is no dtype", nearest(dtype, DTYPES))
+            raise ConfigError("--dtype", dtype, "is not a dtype", nearest(dtype, DTYPES))
         found = export_weights(folder, to, _number(folder, step), dtype, merge=merge, averaged=ema)
         say(
             f"step {found.step}: {found.tensors} tensors, {found.nbytes:,} B, in {found.files}"
@@ -86,7 +86,7 @@ def _number(folder: Path, step: str | None) -> int | None:
     if step.isdecimal():
         return int(step)
     if step != "best":
-        raise ConfigError("--step", step, "is no step", "write a number, or best")
+        raise ConfigError("--step", step, "is not a step", "write a number, or best")
     from weft.train import best_step
 
     return best_step(folder)

@@ -30,7 +30,8 @@ def verify(
     precision: Annotated[
         str,
         typer.Option(
-            help="fp64; or as trained, within a few roundings: bf16, fp16, or float8, by emulation."
+            help="fp64; or a training precision, equal within a few roundings: bf16, fp16, or"
+            " float8 (emulated)."
         ),
     ] = "fp64",
     deep: Annotated[

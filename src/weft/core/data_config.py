@@ -50,7 +50,9 @@ class SourceConfig(CallableTable):
 class BlendConfig(SourceConfig):
     """A table of [[data.blend]]"""
 
-    weight: float = Field(gt=0, description="its part of the samples, beside those of the others")
+    weight: float = Field(
+        gt=0, description="its share of the samples, relative to the other sources"
+    )
 
     @model_validator(mode="after")
     def _one(self) -> Self:

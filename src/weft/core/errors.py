@@ -190,6 +190,6 @@ def require_known(
             raise ConfigError(
                 f"{table}.{key}",
                 value,
-                f"is no {what}",
+                f"is not a known {what}",
                 nearest(key, meant) if meant else "leave it out",
             )

@@ -162,7 +162,7 @@ class LayoutConfig(TomlTable):
     @classmethod
     def _parse_units(cls, value: object) -> object:
         if (units := parse_units(value)) is None:
-            raise table_error("is no choice of units", UNIT_CHOICES)
+            raise table_error("is not a choice of units", UNIT_CHOICES)
         return units
 
     @field_validator("axes", mode="before")
@@ -276,7 +276,7 @@ class OptimizerConfig(CallableTable):
         if self.build is not None and self.name is not None:
             raise table_error("is given beside build", "leave one of them out", name=self.name)
         if self.build is None and self.updates_each is not None:
-            fix = "leave it out: of the optimizers that weft knows it is known"
+            fix = "leave it out: weft knows it of its own optimizers"
             raise table_error("has no effect without build", fix, updates_each=self.updates_each)
         return self
 
@@ -293,7 +293,7 @@ class PrecisionConfig(TomlTable):
     float8: Literal["off", "rowwise", "rowwise_with_gw_hp", "tensorwise"] = Field(
         default="off",
         description=(
-            "recipe of torchao by which linears multiply in float8, if computed in bf16"
+            "torchao's recipe for float8 matmuls of linears, if computed in bf16"
             " (docs/precision.md)"
         ),
     )
@@ -471,7 +471,9 @@ def _override(tables: dict[str, Any], key: str, text: str) -> None:
     try:
         nested = tomllib.loads(f"{key} = 0")
     except (ValueError, RecursionError):
-        raise ConfigError("--set", key, "is no dotted key", "write --set table.key=value") from None
+        raise ConfigError(
+            "--set", key, "is not a dotted key", "write --set table.key=value"
+        ) from None
     try:
         parsed = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):

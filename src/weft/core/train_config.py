@@ -87,7 +87,7 @@ class TrainConfig(TomlTable):
         gt=0,
         le=1,
         description=(
-            "the share of all steps in which the learning rate falls, the last ones (default: all"
+            "the last share of all steps, in which the learning rate falls (default: all steps"
             " after warm-up)"
         ),
     )
@@ -261,7 +261,7 @@ class TrainConfig(TomlTable):
             else "count from 1"
         )
         raise table_error(
-            "is no way to recompute",
+            "is not a way to recompute",
             f'write "none", "selective", "full", a number of blocks, or a list of modules; {hint}',
         )
 

@@ -81,7 +81,10 @@ def _check_name(worker: str) -> None:
     if worker == DRIVER:
         problem = "is the name of the process that runs the model's own forward"
         raise ConfigError(
-            "workers", worker, problem, "leave it out: it holds every module that no worker holds"
+            "workers",
+            worker,
+            problem,
+            "leave it out: the driver holds every module that no worker holds",
         )
     if not NAME.fullmatch(worker):
         problem = "is not a name that torch.distributed.rpc accepts"

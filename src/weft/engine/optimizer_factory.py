@@ -132,7 +132,7 @@ def check_pattern(field_name: str, pattern: str, weights: Sequence[Weight]) -> N
         return
     tied = next((w for w in trained for n in w.aliases if fnmatchcase(n, pattern)), None)
     if tied is not None:
-        problem = f"matches another name of a tied parameter, which counts as {tied.name}"
+        problem = f"matches another name of the tied parameter {tied.name}"
         raise ConfigError(field_name, pattern, problem, f'write "{tied.name}"')
     if any(fnmatchcase(w.name, pattern) for w in weights):
         problem = "all parameters that it matches are frozen, and no optimizer updates those"
@@ -203,7 +203,7 @@ def _by_name(name: str) -> type[torch.optim.Optimizer]:
         for kind in (torch.optim.LBFGS, torch.optim.SparseAdam):
             if name == kind.__name__.lower():
                 refuse_kind(kind, name)
-        raise ConfigError("optimizer.name", name, "is no known optimizer", nearest(name, kinds))
+        raise ConfigError("optimizer.name", name, "is not a known optimizer", nearest(name, kinds))
     return kinds[name]
 
 
@@ -226,7 +226,7 @@ def _check_arguments(made: OptimizerFactory, name: str) -> None:
     _check_values("optimizer", made, made.arguments, defaults)
     whole = _try(made, name, {}, "optimizer")
     if not isinstance(whole, torch.optim.Optimizer):
-        problem = f"makes {type(whole).__name__}, which is no torch.optim.Optimizer"
+        problem = f"makes {type(whole).__name__}, which is not a torch.optim.Optimizer"
         raise ConfigError("optimizer.build", name, problem, "return one")
     allowed = {key for group in whole.param_groups for key in group} - {"params", "param_names"}
     if "weight_decay" not in allowed:
@@ -260,7 +260,7 @@ def _check_values(
         if key == "lr" and not all(map(math.isfinite, floats)):
             raise ConfigError(field_name, value, "is not finite", "write a finite number")
         if known and any(map(math.isnan, floats)):  # an infinite bound is none: Adafactor's d
-            raise ConfigError(field_name, value, "is no number", "write a number")
+            raise ConfigError(field_name, value, "is not a number", "write a number")
         if not known:
             continue
         if isinstance(usual, tuple) and usual and len(numbers) != len(usual):

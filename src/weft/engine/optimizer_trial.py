@@ -47,7 +47,7 @@ def try_optimizer(make: OptimizerFactory, named: str) -> bool:
             raise ConfigError(
                 "optimizer.build",
                 named,
-                "its groups have no lr, which the schedule is to scale",
+                "its param_groups have no lr for the schedule to scale",
                 "give its param_groups an lr",
             )
         _steps(optimizer, whole, gradients[:STEPS])

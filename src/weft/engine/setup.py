@@ -56,7 +56,7 @@ def check_offload_device(plan: Plan, device: torch.device) -> None:
         raise ConfigError(
             "train.offload_activations",
             True,
-            f"the run's device is the {device.type.upper()}, whose memory is the host's already",
+            f"the run's device is the {device.type.upper()}, whose memory is host memory already",
             "leave it out, or run on GPUs",
         )
 

@@ -218,7 +218,7 @@ class WholeBatchLoss:
             left += [following for following, _ in node.next_functions]
             variable = getattr(node, "variable", None)
             if variable is not None and id(variable) not in ours:
-                problem = f"it computes with a weight {list(variable.shape)} of its own"
+                problem = f"it computes with its own weight {list(variable.shape)}"
                 fix = "let the model's forward return that weight, and read it from the output"
                 raise ConfigError("loss", self._name, f"{problem}, which gets no gradient", fix)
 

@@ -243,8 +243,8 @@ def _store(meeting: Rendezvous, address: str, token: str) -> dist.Store:
             return keep_for_hosts(meeting, address, token, patience)
         except OSError:
             log_line(
-                f"another process of this host has port {meeting.port}: if it is a run's, this one"
-                " meets there too"
+                f"another process on this host uses port {meeting.port}: if it is a run's, this"
+                " host joins that run"
             )
     return join_hosts_store(meeting, address, token, patience)
 

@@ -28,7 +28,10 @@ def parse_nodes(text: str) -> tuple[int, int]:
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= least <= most:
         raise ConfigError(
-            "--nodes", text, "is no number of hosts", "write 4, or 2:4 for any number from 2 to 4"
+            "--nodes",
+            text,
+            "is not a number of hosts",
+            "write 4, or 2:4 for any number from 2 to 4",
         )
     return least, most
 
@@ -59,7 +62,7 @@ class Rendezvous:
                 raise ConfigError(
                     "--rdzv",
                     text,
-                    "is no file in a folder that exists",
+                    "is not a file in a folder that exists",
                     "write file:///folder/name",
                 )
             return cls(file=rest)
@@ -78,7 +81,7 @@ class Rendezvous:
         try:
             found = source_towards(self.host, self.port) if not self.file else "127.0.0.1"
         except OSError as error:
-            problem = f"there is no way to it ({error.strerror or error})"
+            problem = f"this host has no route to it ({error.strerror or error})"
             raise ConfigError(
                 "--rdzv", str(self), problem, "name a host that this one reaches"
             ) from None

@@ -94,7 +94,7 @@ def _config(peft: Any, settings: dict[str, Any]) -> Any:
     kind = settings.pop("peft_type", "LORA")
     if kind not in kinds:
         fix = nearest(str(kind), kinds) or f"choose from {', '.join(sorted(kinds))}"
-        raise ConfigError(f"{FIELD}.peft_type", kind, "is no adapter of peft", fix)
+        raise ConfigError(f"{FIELD}.peft_type", kind, "is not a peft adapter", fix)
     known = [each.name for each in fields(kinds[kind])]
     require_known(FIELD, settings, known, f"argument of {kind}", ["peft_type"])
     begins = settings.get("init_lora_weights", True)

@@ -23,7 +23,7 @@ def check_recipe(recipe: str, precision: str) -> None:
         return
     if recipe not in RECIPES:
         fix = f"choose one of {', '.join((OFF, *RECIPES))}"
-        raise ConfigError(FIELD, recipe, "is no recipe", fix)
+        raise ConfigError(FIELD, recipe, "is not a recipe", fix)
     if precision != "bf16":
         problem = f"float8 goes with bf16, and this model computes in {precision}"
         raise ConfigError(FIELD, recipe, problem, 'use it with compute = "bf16"')

@@ -51,7 +51,7 @@ def gathered_units(
         ConfigError: nothing is gathered under this layout, or `asked` names no units of this model.
     """
     if parse_units(asked) is None:
-        raise ConfigError(FIELD, asked, "is no choice of units", UNIT_CHOICES)
+        raise ConfigError(FIELD, asked, "is not a choice of units", UNIT_CHOICES)
     if not layout.active_axes(*STATE_AXES):
         if asked == BLOCKS:
             return ()

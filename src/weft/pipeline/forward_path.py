@@ -108,7 +108,7 @@ class ForwardPath:
                 raise UnsupportedModel(
                     "pipeline.cut",
                     point,
-                    f"it runs no later than {before}, which is named before it",
+                    f"it does not run after {before}, which is named before it",
                     "name the modules in the order in which they run, each once",
                 )
             self._check_reachable(point, calls[name][0])

@@ -73,7 +73,7 @@ def make_stages(
         raise ConfigError(
             "sample",
             None,
-            "a pipeline is cut along a forward of the model",
+            "weft cuts a pipeline along a forward of the model, which needs a sample",
             "give a batch of two samples",
         )
     where = pipeline.cut
@@ -124,8 +124,8 @@ def _check_checkpoints(recorded: ForwardGraph) -> None:
         raise UnsupportedModel(
             "model",
             changed,
-            "is changed inside of torch.utils.checkpoint, so once more in backward, which a"
-            " pipeline runs in another order",
+            "is changed inside torch.utils.checkpoint, so backward changes it again, and a"
+            " pipeline runs backward in another order",
             'leave the checkpoint out and set train.recompute = "full"',
         )
 
@@ -224,7 +224,7 @@ def check_split_points(where: str | Sequence[str], stages: int, who: str) -> Non
     the schedule in the error."""
     if not isinstance(where, str):
         if len(where) != stages - 1:
-            fix = "name the module with which each but the first begins"
+            fix = "name the first module of each stage but the first"
             raise ConfigError("pipeline.cut", list(where), f"{who} has {stages} stages", fix)
     elif where not in SPLIT_MEASURES:
         choices, hint = ", ".join(SPLIT_MEASURES), nearest(where, SPLIT_MEASURES)
@@ -256,8 +256,8 @@ def _points(
     if len(atoms) == made.stages - 1 and _has_work_before(recorded, atoms):
         return tuple(atom.module for atom in atoms)  # what is called several times comes first
     if len(atoms) < made.stages:
-        problem = f"has {made.stages} stages, and the model {len(atoms)} modules that are called"
-        problem += " once, to begin a stage with"
+        problem = f"has {made.stages} stages, and the model has only {len(atoms)} modules at which"
+        problem += " a stage can begin"
         if len(atoms) > 1:
             fix = "use fewer stages, or name modules that are called once in [pipeline] cut"
             raise UnsupportedModel("pipeline.schedule", made.name, problem, fix)

@@ -181,7 +181,7 @@ def require_unique(pairs: Iterable[tuple[Any, float]], field: str) -> dict[Any, 
 def parse_scale_mode(text: str | None) -> Mode | None:
     """Raises ConfigError."""
     if text not in (None, "weak", "strong"):
-        raise ConfigError("--scale", text, "is no way to scale", "write weak or strong")
+        raise ConfigError("--scale", text, "is not a way to scale", "write weak or strong")
     return cast(Mode | None, text)
 
 

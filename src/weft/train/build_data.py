@@ -30,7 +30,9 @@ def build_dataset(run: RunConfig, split: str = "train") -> data.Dataset | Stream
     table = run.data
     made = _blend(run, table.blend, split) if table.blend else _source(run, table, split)
     if table.group_by_length and isinstance(made, Stream):
-        problem = "sorts samples by length, and an iterable's are not known before they are read"
+        problem = (
+            "sorts samples by length, and an iterable's lengths are not known before they are read"
+        )
         fix = "leave it out, or give one map-style dataset"
         raise ConfigError("data.group_by_length", table.group_by_length, problem, fix)
     if table.shuffle_buffer and not isinstance(made, Stream):

@@ -103,7 +103,7 @@ def read_megatron(prefix: str | Path) -> tuple[np.ndarray, np.ndarray]:
     raw = np.memmap(index, np.uint8, "r") if os.path.getsize(index) else np.empty(0, np.uint8)
     at = len(MAGIC)
     if raw[:at].tobytes() != MAGIC or len(raw) < at + HEADER.itemsize:
-        raise refusal(f"{index} does not begin as an index does")
+        raise refusal(f"{index} does not begin with the header of an index")
     head = raw[at : at + HEADER.itemsize].view(HEADER)[0]
     at += HEADER.itemsize
     code, sequences, documents = (int(head[k]) for k in ("dtype", "sequences", "documents"))

@@ -84,7 +84,7 @@ def check_run(
     build_callbacks(run)
     metrics = build_eval_metrics(run)
     if metrics and not run.train.eval_every:
-        problem, fix = "no step is validated", "set train.eval_every, as 100"
+        problem, fix = "no step runs a validation", "set train.eval_every, as 100"
         raise ConfigError("train.eval_metrics", [*metrics], problem, fix)
     bare, train = build_skeleton(run), build_dataset(run)
     check_lr_schedule(run)
@@ -143,7 +143,7 @@ def _check_own_optimizer(run: RunConfig, factory: OptimizerFactory) -> None:
     numbers, sync = try_optimizer(factory, run.optimizer.build), build_sync(run)
     if numbers and (run.workers or sync.asynchronous):
         where = "[workers]" if run.workers else f"servers of {sync.name}"
-        problem = f"it keeps numbers, such as its count of steps, and {where} send tensors alone"
+        problem = f"its state has numbers, such as a step count, and {where} can send only tensors"
         fix = "keep them as tensors, or use adamw"
         raise ConfigError("optimizer.build", run.optimizer.build, problem, fix)
 
@@ -244,7 +244,9 @@ def plan_without_weights(
     sync = made.sync
     if run.train.skip is not None and sync is not None:
         if sync.asynchronous and made.replicas_step_independently:
-            problem = f"{sync.name} updates weights at a server, for each replica at another time"
+            problem = (
+                f"{sync.name} updates weights at a server, at different times for each replica"
+            )
             raise ConfigError(
                 "train.skip", run.train.skip, problem, "leave it out, or use staleness = 0"
             )

@@ -255,9 +255,11 @@ def read_position(text: object, buffer: int) -> dict[str, Any]:
         or type(kept.get("seen")) is not str
         or any(type(kept.get(key)) is not int or kept[key] < low for key, low in counts.items())
     ):
-        raise CheckpointError("data", text, "is no position in a stream", fix)
+        raise CheckpointError("data", text, "is not a position in a stream", fix)
     if kept["buffer"] != buffer:
-        problem = f"the order of samples was that of a buffer of {kept['buffer']}, not {buffer}"
+        problem = (
+            f"the run was saved with a shuffle buffer of {kept['buffer']} samples, not {buffer}"
+        )
         fix = f"resume with data.shuffle_buffer = {kept['buffer']}, or begin another run"
         raise CheckpointError("data.shuffle_buffer", buffer, problem, fix)
     return kept

@@ -427,7 +427,7 @@ def check_worker_plan(plan: Plan, places: WorkerPlacement) -> None:
                 "train.recompute",
                 plan.recompute,
                 problem,
-                f"place all of {block}, or use selective",
+                f'place all of {block} on one worker, or use recompute = "selective"',
             )
 
 

@@ -81,7 +81,7 @@ def gpu_finding(facts: dict[str, Any]) -> Finding:
             "gpus",
             "note",
             f"none{hidden}",
-            "runs go over gloo on the CPU, a process per rank",
+            "runs use gloo on the CPU, with one process for each rank",
             facts,
         )
     kinds = sorted(

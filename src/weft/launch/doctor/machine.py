@@ -79,8 +79,8 @@ def judge_cores(facts: dict[str, Any]) -> Finding:
     found += f", OMP_NUM_THREADS={omp}" if omp else ""
     if omp and not (omp.isdigit() and int(omp)):
         advice = (
-            f"OMP_NUM_THREADS={omp} is no number of threads: unset it, or give each process cores"
-            " // processes"
+            f"OMP_NUM_THREADS={omp} is not a number of threads: unset it, or give each process"
+            " cores // processes"
         )
         return Finding("cores", "note", found, advice, facts)
     if omp and int(omp) > usable:
@@ -151,8 +151,8 @@ def judge_shared(total: int, free: int) -> Finding:
     )
     if free < SHARED_BYTES:
         advice = (
-            "gloo does without it; NCCL between GPUs and data loaders with workers fail: docker run"
-            " --shm-size=1g"
+            "gloo works without it; NCCL between GPUs and data loaders with workers fail: docker"
+            " run --shm-size=1g"
         )
         return Finding("shared memory", "note", found, advice, facts)
     return Finding("shared memory", "ok", found, "", facts)

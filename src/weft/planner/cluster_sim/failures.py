@@ -39,7 +39,7 @@ class FailureModel:
             ("storage", self.written_s, 0.0),
         ):
             if not math.isfinite(value) or value < least:
-                raise ConfigError(f"--{name}", value, "is no time", "use a number above 0")
+                raise ConfigError(f"--{name}", value, "is not a time", "use a number above 0")
 
 
 @dataclass(frozen=True)

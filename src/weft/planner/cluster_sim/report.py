@@ -304,7 +304,8 @@ def _scaling(report: SimulationReport) -> str:
                 share_text(point.efficiency, 1),
             ]
         )
-    what = "as many samples a device" if report.mode == "weak" else "as many samples in all"
+    what = "the same number of samples "
+    what += "on each device" if report.mode == "weak" else "in all"
     return "\n".join([translate(f"{report.mode} scaling: {what}"), *text_table(lines, left=())])
 
 

@@ -125,7 +125,7 @@ class Scenario:
             raise ConfigError("train.batch", round(samples), problem, fix)
         stages = self.size(STAGE_AXIS) * int(self.choices.chunks[0])
         if stages > max(1, self.work.parts):
-            problem = f"the model has {self.work.parts} parts, and {self.name} {stages} stages"
+            problem = f"the model has {self.work.parts} parts, and {self.name} has {stages} stages"
             raise ConfigError("--layout", self.name, problem, "use fewer")
 
     def size(self, axis: str) -> int:

@@ -81,7 +81,7 @@ def nothing_fits(
         if row is not None and row.fits:
             helps.append(f"{larger.cluster.devices} devices would do, with {row.layout}")
             break
-    more = "use devices with more memory" if limit_gib is None else "allow more"
+    more = "use devices with more memory" if limit_gib is None else "allow more memory"
     fix = "; ".join(helps) or f"{more}, shorter samples, or a smaller model"
     if limit_gib is not None:
         return ConfigError("--max-memory", limit_gib, problem, fix)
