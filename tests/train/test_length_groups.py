@@ -176,7 +176,7 @@ def test_other_batches_are_seen(name: str, tmp_path: Path) -> None:
         ),
         (
             'stream = ["run.toml"], collate = "MODULE:padded", group_by_length = 3',
-            "data.group_by_length = 3: sorts samples by length, and an iterable's lengths are not known",
+            "data.group_by_length = 3: sorts samples by length, and an iterable's lengths are",
         ),
     ],
 )
