@@ -582,7 +582,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], type[Refusal], str]] = [
         ConfigError,
         "made already",
     ),
-    ("convnet", "pp8", {}, UnsupportedModel, "has 8 stages, and the model 7 modules"),
+    ("convnet", "pp8", {}, UnsupportedModel, "has 8 stages, and the model has only 7 modules"),
 ]
 
 

@@ -432,12 +432,12 @@ PLAIN = {"storage": ["embedding"], "big": ["blocks.*"]}
         (
             {"a": ["blocks.0"], "b": ["blocks.0.mlp"]},
             {},
-            "workers.b = 'blocks.0.mlp': and blocks.0, on worker a, lie",
+            "workers.b = 'blocks.0.mlp': and blocks.0, on worker a, are",
         ),
         (
             {"a": ["blocks.0.mlp"], "b": ["blocks.0"]},
             {},
-            "workers.b = 'blocks.0': and blocks.0.mlp, on worker a, lie",
+            "workers.b = 'blocks.0': and blocks.0.mlp, on worker a, are",
         ),
         (
             {"a": ["blocks"]},

@@ -86,8 +86,8 @@ def test_text_of_a_decoder() -> None:
         "",
         "f where a tensor enters, g where it leaves (Megatron-LM, Shoeybi et al. 2019)",
         "columns: a rank makes some of a linear's outputs, from all of its inputs",
-        "rows: a rank reads some of a linear's inputs, or some rows of a table; what it gives is a"
-        " part of a sum",
+        "rows: a rank reads some of a linear's inputs, or some rows of a table; its output is a"
+        " partial sum",
         "Weights that are not shown are whole on every rank.",
     ]
 

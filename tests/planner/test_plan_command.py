@@ -417,7 +417,10 @@ def test_what_is_explained_is_what_was_asked_for(tmp_path: Path, asked: str, fou
         (("--cluster", "{sheet}x2", "--era", "steam"), "has no such era"),
         (("--cluster", "{sheet}x2", "--layout", "tp3.*"), "3 ranks are more than 2 devices"),
         (("--cluster", "{sheet}x16", "--layout", "tp8.*"), "4 heads. Sizes that work: tp2, tp4"),
-        (("--cluster", "{sheet}x2", "--layout", "dp4"), "has 4 ranks, and sheet.tomlx2 2 devices"),
+        (
+            ("--cluster", "{sheet}x2", "--layout", "dp4"),
+            "has 4 ranks, and sheet.tomlx2 has 2 devices",
+        ),
         (("--cluster", "{sheet}x2", "--max-memory", "90"), "at most 80 GiB"),
         (("--cluster", "{sheet}x2", "--explain", "dp*"), "is not a complete layout"),
         (

@@ -220,7 +220,7 @@ REFUSED: list[tuple[Callable[[Path], Any], dict[str, Any], str]] = [
     (lambda folder: None, {"seq_len": 4}, "have more tokens, at most .*too_long"),
     (lambda folder: None, {"too_long": "split"}, "is not a way to treat"),
     (lambda folder: None, {"too_long": "drop", "seq_len": 4}, "holds no answer"),
-    (lambda folder: None, {"tokenizer": ""}, "belongs to a tokenizer"),
+    (lambda folder: None, {"tokenizer": ""}, "needs a tokenizer"),
     (lambda folder: None, {"tokenizer": "nowhere"}, "cannot be read"),
     (lambda folder: (folder / "answers.jsonl").unlink(), {}, "no file matches"),
 ]

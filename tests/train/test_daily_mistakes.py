@@ -126,14 +126,14 @@ def steps_saved(folder: Path) -> int | None:
         (
             "rows.toml --set data.key=target",
             "loss = 'classification': reads the entry 'labels' of a sample, and the sample has"
-            " only input, target. Call that entry 'labels' in the data",
+            " only input, target. Rename the entry to 'labels'",
         ),
         (
             f"rows.toml --set data.key=target --set train.loss={HERE}:own_loss",
             "loss = 'own_loss': reads the entry 'class' of a sample, and the sample has"
             " only input, target.",
         ),
-        ("rows.toml --set data.size=0", "data = 'Rows': has no sample. Give it some"),
+        ("rows.toml --set data.size=0", "data = 'Rows': has no sample. Use a dataset with samples"),
         (
             "rows.toml --set train.eval_every=2 --set data.val_size=0",
             "train.batch = 8: the split 'val' has 0 samples, fewer than one batch.",

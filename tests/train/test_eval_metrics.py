@@ -104,7 +104,12 @@ def test_a_mean_of_nothing_is_left_out(tmp_path: Path) -> None:
         ("dp1", "positionwise", {}, "does not take .output, batch."),
         ("dp1", "loss", {}, "val_loss is another metric already"),
         ("dp1", "of_all", {}, "compares the samples of the whole batch"),
-        ("cp2", "samplewise", {}, "positions, which cp divides. Mark it @weft.losses.positionwise"),
+        (
+            "cp2",
+            "samplewise",
+            {},
+            "positions, and cp divides the positions. Mark it @weft.losses.positionwise",
+        ),
         ("dp1", "accuracy", {"train__eval_every": 0}, "no step runs a validation"),
     ],
 )

@@ -106,7 +106,7 @@ def test_a_dataset_says_what_its_lengths_are() -> None:
         class Wrong(Words):
             lengths = wrong
 
-        with pytest.raises(Refusal, match=r"lengths = '\w+': are no 103 finite numbers"):
+        with pytest.raises(Refusal, match=r"lengths = '\w+': are not 103 finite numbers"):
             loader(Wrong())
 
 

@@ -66,9 +66,9 @@ REFUSED: dict[tuple[str, str], str] = {
         for kind in ("lstm", "gru")
         for at in ("dp2", "fsdp2", "pp2")
     },
-    ("siamese", "pp2"): "the model 0 modules that are called once",
-    ("multi-period", "pp2"): "the model 0 modules that are called once",
-    ("skip-gram", "pp2"): "the model 1 modules that are called once",
+    ("siamese", "pp2"): "the model has only 0 modules",
+    ("multi-period", "pp2"): "the model has only 0 modules",
+    ("skip-gram", "pp2"): "the model has only 1 modules",
     ("pixel-cnn", "fsdp2"): "net.0.weight is changed by the model's forward, and fsdp",
     ("byol", "fsdp2"): "target.0.weight is changed by the model's forward, and fsdp",
     ("byol", "pp2"): "is changed by the forward, and stages 0 and 1 use it",
@@ -84,9 +84,12 @@ REFUSED: dict[tuple[str, str], str] = {
     **{("frozen", at): "none of its parameters is trainable" for at in LAYOUTS},
     ("old-registers", "pp2"): "it runs inside torch.utils.checkpoint",
     ("checkpointed-conv", "pp2"): "backward changes it again, and a pipeline runs backward",
-    ("transformer-xl", "pp2"): "the model 0 modules that are called once",
+    ("transformer-xl", "pp2"): "the model has only 0 modules",
     ("swish", "pp2"): "made by something that is no PyTorch function",
-    **{("scripted", at): "is compiled by torch.jit: it takes no hooks" for at in LAYOUTS},
+    **{
+        ("scripted", at): "is compiled by torch.jit, so weft can neither add hooks"
+        for at in LAYOUTS
+    },
     **{("takes-dict", at): "is called with batch, and a sample holds x, target" for at in LAYOUTS},
 }
 

@@ -65,8 +65,8 @@ def export(
         bool, typer.Option("--ema", help="The moving averages of the weights (train.ema).")
     ] = False,
 ) -> None:
-    """Write a run's weights as a directory that transformers' from_pretrained loads; of a run that
-    trains an adapter those of the adapter, as peft loads them."""
+    """Write a run's weights as a directory that transformers' from_pretrained loads; for a run with
+    an adapter, write the adapter as peft loads it."""
     with exit_codes():
         from weft.train import DTYPES, export_weights
 
@@ -101,7 +101,12 @@ def import_(
         ),
     ],
     run_file: Annotated[
-        Path, typer.Option("--run", metavar="RUN.toml", help="The run that starts with it.")
+        Path,
+        typer.Option(
+            "--run",
+            metavar="RUN.toml",
+            help="The run file of the run that starts from these weights.",
+        ),
     ],
     settings: Settings = None,
     output: Output = None,

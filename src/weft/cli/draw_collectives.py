@@ -55,7 +55,9 @@ def two_networks(option: str, values: float | tuple[float, ...]) -> tuple[float,
     pair = values if isinstance(values, tuple) else (values, values)
     if len(pair) != 2:
         problem = "not one number, or one for each network"
-        raise ConfigError(option, pair, problem, "give one, or two: within a node, between nodes")
+        raise ConfigError(
+            option, pair, problem, "give one number, or two: within a node, between nodes"
+        )
     return pair[0], pair[1]
 
 

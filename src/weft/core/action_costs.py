@@ -52,7 +52,7 @@ class ActionCosts:
                 f"costs.{field}",
                 value,
                 f"{len(numbers)} numbers for {count} {what}",
-                f"give one, or {count}",
+                f"give one number, or {count}",
             )
         if not all(isinstance(n, int | float) and math.isfinite(n) and n >= 0 for n in numbers):
             raise ConfigError(

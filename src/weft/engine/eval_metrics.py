@@ -37,7 +37,7 @@ def check_metrics(metrics: Metrics, plan: Plan) -> None:
             raise ConfigError(FIELD, name, problem, "name a metric that is a sum over samples")
         if shared and not is_positionwise(metric):
             problem = (
-                f"is not marked as a sum over positions, and {'.'.join(shared)} divides the"
+                f"is not known to be a sum over positions, and {'.'.join(shared)} divides the"
                 " positions"
             )
             raise ConfigError(FIELD, name, problem, "mark it @weft.losses.positionwise")

@@ -69,7 +69,7 @@ def make_offload(plan: Plan, device: torch.device) -> ActivationOffload | None:
 def require_positionwise(loss: Loss) -> None:
     """Ranks that share a sequence need a loss that is a sum over positions. Raises ConfigError."""
     if not is_positionwise(loss):
-        problem = "is not marked as a sum over positions, and each rank has only some positions"
+        problem = "is not known to be a sum over positions, and each rank has only some positions"
         fix = "mark it @weft.losses.positionwise"
         raise ConfigError("loss", getattr(loss, "__name__", loss), problem, fix)
 

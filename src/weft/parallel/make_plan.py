@@ -363,7 +363,7 @@ def _check_modules(model: nn.Module) -> None:
             raise UnsupportedModel(
                 "model",
                 name or type(module).__name__,
-                "is compiled by torch.jit: it takes no hooks, and no other tensors for its weights",
+                "is compiled by torch.jit, so weft can neither add hooks nor replace its weights",
                 "hold the module itself, without torch.jit.script or torch.jit.trace around it;"
                 " functions may be scripted",
             )

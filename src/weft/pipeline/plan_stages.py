@@ -175,7 +175,7 @@ def choose_schedule(
         raise ConfigError(
             f"pipeline.{option}",
             value,
-            f"the schedule {schedule.name} is made already",
+            f"the schedule {schedule.name} is a Schedule object, which takes no options",
             "leave it out",
         )
     made = (

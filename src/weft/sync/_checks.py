@@ -100,7 +100,7 @@ def check_sync(
             "sync.local",
             sync.local,
             f"does not divide the {size} replicas of {layout}",
-            "use a divisor",
+            "use a divisor of that number",
         )
     return [f"gradients are summed over dp by {sync.name}, in {sync.codec.name}"]
 

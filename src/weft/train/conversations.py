@@ -228,7 +228,7 @@ def _rows_on_disk(folder: str, column: str) -> Iterator[tuple[str, Any]]:
 def _chat_tokenizer(tokenizer: str | Path, template: str | Path | None) -> Any:
     fix = "name a model directory that holds its tokenizer: data.tokenizer"
     if not str(tokenizer):
-        raise DataError("tokenizer", None, "a chat template belongs to a tokenizer", fix)
+        raise DataError("tokenizer", None, "a chat template needs a tokenizer", fix)
     transformers = import_extra("transformers", "tokenizer", str(tokenizer))
     try:
         coder = transformers.AutoTokenizer.from_pretrained(

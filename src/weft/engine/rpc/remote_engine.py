@@ -399,7 +399,7 @@ def check_worker_plan(plan: Plan, places: WorkerPlacement) -> None:
             "workers hold whole modules, and there is one driver, so a layout has no ranks to use"
         )
         raise LayoutError(
-            "layout.axes", str(plan.layout), problem, "leave it dp1, or leave [workers] out"
+            "layout.axes", str(plan.layout), problem, "use layout dp1, or leave [workers] out"
         )
     check_offload_device(plan, CPU)
     if plan.runs_forward_twice:

@@ -122,7 +122,7 @@ def trace_forward(
         raise UnsupportedModel(
             "cut",
             "time",
-            "its forward calls other modules each time",
+            "its forward calls different modules each time",
             "cut by flops or by parameters",
         )
     return dataclasses.replace(finished, clock=clock, unread=unread)

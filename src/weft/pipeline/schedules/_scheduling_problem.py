@@ -208,7 +208,7 @@ def _caps(memory: Number | None, ranks: int) -> list[float]:
             "pipeline.memory",
             memory,
             f"{len(caps)} numbers for {ranks} ranks",
-            f"give one, or {ranks}",
+            f"give one number, or {ranks}",
         )
     return [float(cap) for cap in caps]
 
