@@ -229,7 +229,7 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict], Any, type, 
         ConfigError,
         r"loss = 'local_clip': depends on how .* divides .* Mark it @weft\.losses\.whole_batch",
     ),
-    "penalty": (Straight, features, spread, ConfigError, "'spread': changes"),
+    "penalty": (Straight, features, spread, ConfigError, "'spread': depends on"),
     "uneven-mean": (
         partial(Recurrent, True),
         words,

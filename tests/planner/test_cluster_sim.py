@@ -848,7 +848,7 @@ def test_a_layout_that_does_not_fit() -> None:
         replace(made, cluster=Cluster.parse("h100x8"))
     with pytest.raises(
         ConfigError,
-        match=r"train.batch = 64: .* 4 microbatches over 3 data ranks .* a multiple of 12",
+        match=r"train.batch = 64: .* 4 microbatches over 3 data ranks.* a multiple of 12",
     ):
         setup("dp3")
     with pytest.raises(ConfigError, match="the model has 19 parts, and pp32 has 32 stages"):

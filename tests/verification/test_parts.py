@@ -166,7 +166,7 @@ REFUSED: list[tuple[str, dict[str, str], str]] = [
     (
         "fsdp2.tp2",
         {"vision": "dp"},
-        'dp is not an axis that a part can name. Write fsdp, tp, vp.*"whole"',
+        'dp is not an axis that a part can name. Write those of fsdp, tp, vp that.*"whole"',
     ),
     ("fsdp2.tp2", {"vision": "tp+fsdp"}, "not sharded over the ranks of tp and fsdp together"),
     ("fsdp2.tp2", {"vision": "fsdp2"}, "does not name axes"),
