@@ -580,7 +580,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], type[Refusal], str]] = [
         "pp2",
         {"schedule": schedules.make_schedule("1f1b", 2, 1), "options": {"chunks": 2}},
         ConfigError,
-        "made already",
+        "which takes no options",
     ),
     ("convnet", "pp8", {}, UnsupportedModel, "has 8 stages, and the model has only 7 modules"),
 ]
