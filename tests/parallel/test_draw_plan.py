@@ -252,7 +252,7 @@ def test_the_command(tmp_path: Path) -> None:
     ElementTree.fromstring(image.read_text())
     for args, message in (
         (("--layout", "tp2", "--out", "x.json"), "Name a .svg"),
-        (("--layout", "tp2", "--ranks", "2"), "--ranks = 2: applies only to schedules and --collective"),
+        (("--layout", "tp2", "--ranks", "2"), "applies only to schedules and --collective"),
         (("--layout", "tp3"), "layout = "),
         (("1f1b",), "--plan = "),
     ):
