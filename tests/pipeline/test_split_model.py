@@ -1168,12 +1168,12 @@ def test_another_path_than_the_planned_one_is_refused() -> None:
     line.forward(positive)
     with pytest.raises(
         UnsupportedModel,
-        match=r"b at test_split_model.py:\d+'.*another path than when it was planned, where c at",
+        match=r"b at test_split_model.py:\d+'.*another path than when it was planned: the plan has c at",
     ):
         line.forward(negative)
     line = Line(model, split_stages(trace_forward(model, negative), ["b", "d"]))
     line.forward(negative)
-    with pytest.raises(UnsupportedModel, match=r"mul at test_split_model.py:\d+'.*where b at"):
+    with pytest.raises(UnsupportedModel, match=r"mul at test_split_model.py:\d+'.*plan has b at"):
         line.runners[2](2, {"x": -torch.ones(5, 8)}, {1: torch.ones(5, 8)})
     line.forward(negative)  # a refused call leaves nothing behind
 
