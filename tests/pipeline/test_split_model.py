@@ -1168,7 +1168,7 @@ def test_another_path_than_the_planned_one_is_refused() -> None:
     line.forward(positive)
     with pytest.raises(
         UnsupportedModel,
-        match=r"b at test_split_model.py:\d+'.*another path than when it was planned: the plan has c at",
+        match=r"b at test_split_model.py:\d+'.*another path than .*: the plan has c at",
     ):
         line.forward(negative)
     line = Line(model, split_stages(trace_forward(model, negative), ["b", "d"]))
