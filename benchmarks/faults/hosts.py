@@ -56,7 +56,7 @@ every = {EVERY}
 keep = 4
 restarts = 99
 """
-LAID = "layout dp3.tp2, of dp4.tp2 as asked"
+LAID = "layout dp3.tp2, in place of dp4.tp2"
 WAYS = ("power off", "cut off", "told to stop")
 
 

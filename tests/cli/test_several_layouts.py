@@ -33,7 +33,10 @@ def test_verify_refuses_a_layout_that_updates_late_and_verifies_the_others_in_bf
     options = ("--layout", LATE, "--layout", "dp1", "--precision", "bf16")
     result = weft_("verify", "small.toml", *options)
     assert result.exit_code == 1, result.output
-    assert f"{LATE}: REFUSED\n  --precision = 'bf16': {LATE} updates weights late" in result.stdout
+    assert (
+        f"{LATE}: REFUSED\n  --precision = 'bf16': {LATE} updates weights with a delay"
+        in result.stdout
+    )
     assert "dp1: equal" in result.stdout
     assert f"these do not: {LATE} (refused)" in result.stdout
 
@@ -80,7 +83,7 @@ def test_plan_chooses_what_fits_and_names_what_would() -> None:
     result = weft_("plan", "small.toml", "--cluster", "h100x4", *options)
     assert result.exit_code == 0, result.output
     head, table, *_ = result.stdout.split("\n\n")
-    assert "note     dp4: it fits with no" in head and "run      2 steps in" in head
+    assert "note     dp4: no number of microbatches" in head and "run      2 steps in" in head
     assert head.endswith(", with fsdp4") or ", with fsdp4\n" in head
     assert table.splitlines()[0].split() == ["dp4", "fsdp4"]
     assert "fits" in result.stdout and "over by" in result.stdout
@@ -90,7 +93,10 @@ def test_plan_chooses_what_fits_and_names_what_would() -> None:
     ("layouts", "says"),
     [
         (("dp4", "tp3"), "--layout = 'tp3': 2 heads. Sizes that work: tp2."),
-        (("dp4", "tp2.*"), "--layout = 'tp2.*': is a pattern, and a search has one. Give it alone"),
+        (
+            ("dp4", "tp2.*"),
+            "--layout = 'tp2.*': is a pattern, and a search takes only one pattern. Give it alone",
+        ),
     ],
 )
 def test_plan_refuses_a_layout_among_several_by_its_name(

@@ -171,7 +171,7 @@ def test_what_comes_twice_is_named(op: str) -> None:
     "arguments, problem",
     [
         (("rings", 4), 'Did you mean "ring"'),
-        (("ring", 1), "a collective joins ranks"),
+        (("ring", 1), "a collective needs at least two ranks"),
         (("ring", 4, {"servers": 2}), "ring has no such option. It takes none"),
         (("hierarchical", 4, {"local": 3}), "does not divide 4 ranks"),
         (("parameter_server", 4, {"servers": 5}), "give a number from 1 to 4"),

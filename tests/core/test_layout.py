@@ -28,7 +28,7 @@ def test_str_and_parse_are_inverse(text: str) -> None:
         ("dp2.tp2+", "'tp2+' is not an axis with a size"),
         ("dp-2", "'dp-2' is not an axis with a size"),
         ("dp0", "axis dp has size 0"),
-        ("dp2.dp2", "axis dp stands twice"),
+        ("dp2.dp2", "axis dp is named twice"),
     ],
 )
 def test_what_does_not_parse_is_refused(text: str, says: str) -> None:

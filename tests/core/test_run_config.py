@@ -252,7 +252,7 @@ def test_a_missing_file_and_bad_toml(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "says"), [("train..batch", "no dotted key"), ("train.batch.x", "batch is a value")]
+    ("key", "says"), [("train..batch", "not a dotted key"), ("train.batch.x", "batch is a value")]
 )
 def test_an_override_of_no_key(tmp_path: Path, key: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
@@ -321,7 +321,7 @@ def test_building_a_model_leaves_the_random_state_alone(tmp_path: Path) -> None:
         ("model.heads", "3", "model", "must be a multiple of 2 * heads"),
         ("data.seq_length", "3", "data.seq_length", 'did you mean "seq_len"?'),
         ("data.seq_len", "0", "seq_len", "use 1 or more"),
-        ("data.seq_len", "30000", "train.batch", "samples, less than one batch"),
+        ("data.seq_len", "30000", "train.batch", "samples, fewer than one batch"),
         ("train.loss", "weft.losses:next_tokne", "train.loss", 'did you mean "next_token"?'),
         ("optimizer.name", "adamv", "optimizer.name", 'did you mean "adam'),
         ("optimizer.name", "lbfgs", "optimizer.name", "computes the loss several times"),
@@ -507,7 +507,7 @@ def test_another_head(llama: Path) -> None:
     ("key", "value", "field", "says"),
     [
         ("model.hidden_sizes", "8", "model.hidden_sizes", 'Did you mean "hidden_size"?'),
-        ("model.dtype", "bf16", "model.dtype", "is no key of config.json"),
+        ("model.dtype", "bf16", "model.dtype", "is not a known key of config.json"),
         ("model.hf", "meta-llama/Llama-3.1-8B", "model.hf", "nothing is downloaded"),
         ("model.hidden_size", "wide", "model.hf", "hidden_size"),
         ("model.num_hidden_layers", "2", "model.hf", "weights lack model.layers.1"),

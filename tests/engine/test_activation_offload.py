@@ -454,7 +454,7 @@ def test_on_a_cpu_it_is_refused() -> None:
     model = seeded(DROPOUT.build)
     plan = weft.plan(model, "dp1", batch=8, offload_activations=True)
     assert "activations offloaded" in str(plan)
-    with pytest.raises(ConfigError, match="whose memory is the host's already") as refused:
+    with pytest.raises(ConfigError, match="whose memory is host memory already") as refused:
         weft.Engine(
             model, plan, optimizer=partial(torch.optim.SGD, lr=1), loss=next_token, device="cpu"
         )

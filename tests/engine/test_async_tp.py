@@ -148,11 +148,11 @@ def refusal(layout: str, options: CompileOptions, device: str = "cuda") -> Refus
 @pytest.mark.parametrize(
     ("layout", "options", "device", "problem", "fix"),
     [
-        ("tp2", OVERLAPPED, "cuda", "tp2 has no gathers", "tp2+sequence"),
-        ("dp2.tp1+sequence", OVERLAPPED, "cuda", "has no gathers", "tp2+sequence"),
+        ("tp2", OVERLAPPED, "cuda", "tp2 has no all-gather", "tp2+sequence"),
+        ("dp2.tp1+sequence", OVERLAPPED, "cuda", "has no all-gather", "tp2+sequence"),
         ("tp2+sequence", replace(OVERLAPPED, backend="eager"), "cuda", "eager", "inductor"),
         ("tp2+sequence", replace(OVERLAPPED, mode="max-autotune"), "cuda", "graphs", "default"),
-        ("tp2+sequence", OVERLAPPED, "cpu", "runs on cpu", "leave async_tp out"),
+        ("tp2+sequence", OVERLAPPED, "cpu", "run is on cpu", "leave async_tp out"),
     ],
 )
 def test_what_cannot_be_overlapped_is_refused(

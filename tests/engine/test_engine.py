@@ -337,8 +337,8 @@ def test_a_step_that_is_not_to_be_trusted_is_left_out(pool: Any, layout: str) ->
     "given, reason",
     [
         ((torch.zeros(BATCH, LENGTH),), "batch = 'tuple': weft calls a model with entries"),
-        ({"input_ids": [0] * BATCH}, "batch.'input_ids'. = 'list': is no tensor"),
-        ({"input_ids": torch.tensor(0)}, "is no tensor whose first dim counts samples"),
+        ({"input_ids": [0] * BATCH}, "batch.'input_ids'. = 'list': is not a tensor"),
+        ({"input_ids": torch.tensor(0)}, "is not a tensor whose first dim is the samples"),
     ],
 )
 def test_a_batch_that_is_no_dict_of_tensors_is_refused(given: Any, reason: str) -> None:

@@ -86,7 +86,7 @@ def test_weft_train_and_a_loop_go_on_from_each_other(tmp_path: Path) -> None:
     assert two_steps("dp1", tmp_path / "mine", False) == pytest.approx(curve("whole")[:2])
     train(run("mine"), True)
     assert curve("mine") == pytest.approx(curve("whole")[2:])
-    with pytest.raises(CheckpointError, match=r"here are steps: 2, 4|no complete checkpoint"):
+    with pytest.raises(CheckpointError, match=r"the steps here are 2, 4|no complete checkpoint"):
         weft.checkpoint.load(engine_of("dp1"), tmp_path / "mine", step=3)
 
 

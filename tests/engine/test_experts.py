@@ -355,13 +355,13 @@ def test_without_a_flush_no_gate_adds_a_loss(pool: Pool) -> None:
     """What it is to be divided by is known to the last stage alone."""
     batch = {"input_ids": torch.randint(0, VOCAB, (2, 16))}
     options: dict[str, Any] = {"batch": 8, "accumulate": 4, "loss": next_token, "sample": batch}
-    with pytest.raises(Refusal, match="a gate adds a loss of its own"):
+    with pytest.raises(Refusal, match="an expert gate adds a balancing loss"):
         weft.plan(decoder(VOCAB, 32, 2, 4, 4, **GATES["softmax"]), "pp2+pipedream", **options)
     weft.plan(decoder(VOCAB, 32, 2, 4, 4, **GATES["bias"]), "pp2+pipedream", **options)
 
 
 def test_biases_have_all_tokens() -> None:
-    with pytest.raises(Refusal, match=r"each replica would move blocks\.0\.mlp\.gate\.bias"):
+    with pytest.raises(Refusal, match=r"each replica would update blocks\.0\.mlp\.gate\.bias"):
         weft.plan(
             decoder(VOCAB, 32, 2, 4, 4, **GATES["bias"]),
             "dp2",
@@ -416,7 +416,7 @@ def begin(kind: str, layout: str) -> None:
 def test_experts_that_compute_something_else_on_ranks_are_refused(pool: Pool, kind: str) -> None:
     pool.run(begin, "right", "ep2", world=2)
     with pytest.raises(
-        Refusal, match="take each token by itself, and count themselves by num_experts"
+        Refusal, match="compute each token by itself, and give their number as num_experts"
     ):
         pool.run(begin, kind, "ep2", world=2)
 

@@ -144,8 +144,8 @@ class Several(nn.Module):
         (["attention.out_proj"], "its weights are read by attention, .* or name attention"),
         (["parts"], "parts': its weights are read by parts.0, which runs outside of it"),
         (2, "fsdp_units = 2: the model has no list of repeated blocks"),
-        ("whole", "fsdp_units = 'whole': is no choice of units"),
-        (0, "fsdp_units = 0: is no choice of units"),
+        ("whole", "fsdp_units = 'whole': is not a choice of units"),
+        (0, "fsdp_units = 0: is not a choice of units"),
     ],
 )
 def test_units_that_do_not_fit(units: Any, says: str) -> None:
@@ -158,7 +158,7 @@ def test_units_that_run_again_are_not_gathered_ahead() -> None:
     subject = asking("linears")
     more = ("fsdp_prefetch", 2), ("recompute", 2)
     case = replace(subject, plan=(*subject.plan, *more)).case()
-    with pytest.raises(ConfigError, match=r"fsdp_prefetch = 2: .* runs the units in blocks\.0"):
+    with pytest.raises(ConfigError, match=r"fsdp_prefetch = 2: .* the units in blocks\.0"):
         case.plan(case.model(), "fsdp2")
 
 
@@ -195,8 +195,8 @@ def run_file(tmp_path: Path, layout: str) -> Path:
     ("layout", "says"),
     [
         ('axes = "dp2"\nfsdp_units = "model"', "has no effect with layout dp2, which gathers no"),
-        ('axes = "fsdp2"\nfsdp_units = []', "layout.fsdp_units = .*: is no choice of units"),
-        ('axes = "fsdp2"\nfsdp_units = true', "layout.fsdp_units = .*: is no choice of units"),
+        ('axes = "fsdp2"\nfsdp_units = []', "layout.fsdp_units = .*: is not a choice of units"),
+        ('axes = "fsdp2"\nfsdp_units = true', "layout.fsdp_units = .*: is not a choice of units"),
         ('axes = "fsdp2"\nfsdp_units = ["blocks.9"]', "matches no module. Did you mean"),
     ],
 )

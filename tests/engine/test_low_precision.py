@@ -274,7 +274,7 @@ def test_every_way_to_train_learns(pool: Any, layout: str, plan: dict[str, Any])
         ({"reduce": "int8"}, "not a dtype in which gradients are summed"),
         ({"reduce": "bf16", "precision": "fp32"}, "computes in fp32"),
         ({"reduce": "bf16", "precision": "fp16"}, "are scaled"),
-        ({"reduce": "bf16", "sync": "ring"}, "say in which dtype replicas exchange"),
+        ({"reduce": "bf16", "sync": "ring"}, "set the dtype in which replicas exchange"),
         ({"precision": "fp8"}, "float8"),
     ],
 )

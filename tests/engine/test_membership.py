@@ -260,7 +260,7 @@ def test_keys_of_old_exchanges_go(tmp_path: Path) -> None:
 def test_who_is_alone_and_left_out_says_so(tmp_path: Path) -> None:
     of = Replicas(tmp_path, 2)
     mark_ended(of.store, 0)
-    with pytest.raises(WeftError, match="no other goes on"):
+    with pytest.raises(WeftError, match="no other replica runs"):
         of.run(lambda q: q.ask(), 1)
 
 
@@ -389,7 +389,7 @@ def test_the_others_go_on_and_it_comes_back(
     assert len(steps) > 30  # the others went on meanwhile
     assert steps == list(range(1, 61))
     said = capfd.readouterr().err
-    assert ("started anew" in said) == (how != "stalls")
+    assert ("has failed and restarts" in said) == (how != "stalls")
 
 
 @pytest.mark.slow
@@ -420,8 +420,8 @@ def always() -> None:
 def test_one_that_always_fails_stays_out(capfd: pytest.CaptureFixture) -> None:
     assert replica_workers.run_replicas(always, [[0], [1]]) == [None, None]
     said = capfd.readouterr().err
-    assert said.count("started anew") == replica_workers.RESTARTS
-    assert "the others go on without it" in said
+    assert said.count("has failed and restarts") == replica_workers.RESTARTS
+    assert "the others continue without it" in said
 
 
 def without_a_store() -> None:
@@ -440,7 +440,7 @@ def without_a_store() -> None:
 
 def test_a_store_that_dies_ends_the_run() -> None:
     started = time.monotonic()
-    with pytest.raises(WeftError, match="keeps the store where replicas meet has died"):
+    with pytest.raises(WeftError, match="keeps the store of all replicas has died"):
         replica_workers.run_replicas(without_a_store, [[0], [1]])
     assert time.monotonic() - started < 10
 
@@ -471,7 +471,7 @@ def test_all_may_be_needed(capfd: pytest.CaptureFixture) -> None:
     with pytest.raises(WorkerDied, match="incarnation 0 is no better"):
         replica_workers.run_replicas(always, [[0], [1]], all_needed=True)
     said = capfd.readouterr().err
-    assert "serves the others" not in said and "started anew" not in said
+    assert "serves the others" not in said and "has failed and restarts" not in said
 
 
 def raising() -> None:

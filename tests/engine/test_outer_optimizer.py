@@ -317,12 +317,12 @@ def test_what_is_sent_is_counted_by_the_step(tmp_path: Path, pool: Pool) -> None
 @pytest.mark.parametrize(
     ("table", "says"),
     [
-        ({"name": "diloco", "period": 0}, "cannot be"),
+        ({"name": "diloco", "period": 0}, "is not allowed"),
         ({"name": "diloco", "period": 4, "delay": 4}, "below period = 4"),
         ({"name": "diloco", "period": 4, "fragments": 5}, "from 1 to period = 4"),
-        ({"name": "bmuf", "momentum": 1.0}, "cannot be"),
-        ({"name": "local_sgd", "momentum": 0.5}, "is no option of local_sgd"),
-        ({"name": "local_sgd", "codec": "dgc"}, "has a momentum of gradients"),
+        ({"name": "bmuf", "momentum": 1.0}, "is not allowed"),
+        ({"name": "local_sgd", "momentum": 0.5}, "is not an option of local_sgd"),
+        ({"name": "local_sgd", "codec": "dgc"}, "keeps momentum of gradients"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, table: dict, says: str) -> None:

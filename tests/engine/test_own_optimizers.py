@@ -191,13 +191,13 @@ def test_a_step_of_its_own_is_not_its_base_class() -> None:
     [
         (
             make_optimizer(Normed, updates_each="element"),
-            "updates_each = 'element': it updates each element by itself, so it says, but",
+            "updates_each = 'element': its mark says that it updates each element by itself, but",
         ),
         (
             make_optimizer(Globally, updates_each="tensor"),
-            "updates_each = 'tensor': it updates each tensor by itself, so it says, but",
+            "updates_each = 'tensor': its mark says that it updates each tensor by itself, but",
         ),
-        (make_optimizer(Forgetful), "it does not go on from a checkpoint"),
+        (make_optimizer(Forgetful), "after its state is loaded from a checkpoint"),
         (make_optimizer(Closed), "its step fails on a matrix and a vector: TypeError"),
         (make_optimizer(torch.optim.LBFGS), "'mine': its step computes the loss several times"),
     ],
@@ -235,14 +235,14 @@ build = "tests.engine.test_own_optimizers:NAME"
         ("Globally", "", "fsdp2", "optimizer.build = '.*:Globally': it is not known to update"),
         ("CountedAdam", "", "tp2", 'write optimizer.updates_each = "element" or "tensor"'),
         ("Normed", 'updates_each = "elements"', "dp2", "updates_each = 'elements'"),
-        ("no_optimizer", "", "dp2", "makes dict, which is no torch.optim.Optimizer"),
-        ("CountedAdam", "rate = 1.0", "dp2", "optimizer.rate = 1.0: is no argument"),
+        ("no_optimizer", "", "dp2", "makes dict, which is not a torch.optim.Optimizer"),
+        ("CountedAdam", "rate = 1.0", "dp2", "optimizer.rate = 1.0: is not a known argument"),
         ("CountedAdam", 'name = "lion"', "dp2", "name = 'lion': is given beside build"),
         (
             "CountedAdam",
             'updates_each = "element"\n[sync]\nname = "parameter_server"\nstaleness = 1',
             "dp2",
-            "it keeps numbers, such as its count of steps",
+            "its state has numbers, such as a step count",
         ),
     ],
 )

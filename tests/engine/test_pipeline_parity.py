@@ -380,7 +380,7 @@ def test_a_loss_that_uses_an_output_in_a_later_step_alone_is_refused(
     batch = {"input": torch.randn(BATCH, 6).double(), "target": flag}
     pool.run(run_of, build, of_both_by_flag, layout, batch, world=2)
     later = {**batch, "target": flag.clone().index_fill_(0, torch.tensor([BATCH - 1]), 1.0)}
-    with pytest.raises(UnsupportedModel, match="did not use it with the sample"):
+    with pytest.raises(UnsupportedModel, match="did not use it for the sample"):
         pool.run(run_of, build, of_both_by_flag, layout, later, world=2)
 
 
@@ -543,14 +543,14 @@ REFUSED: list[tuple[str, str, dict[str, Any], type[Refusal], str]] = [
         "pp2+pipedream",
         {},
         UnsupportedModel,
-        "used by two stages, which pipedream updates at other times",
+        "used by two stages, which pipedream updates at different times",
     ),
     ("deep", "pp2+pipedream.fsdp2", {}, LayoutError, "keeps several versions of the weights"),
     ("deep", "pp2+1f1", {}, LayoutError, '(?i)did you mean "1f1b"'),
     ("deep", "pp2+gpipe+1f1b", {}, ConfigError, "at once"),
     ("deep", "pp2", {"schedule": "zb"}, ConfigError, "not a schedule"),
     ("deep", "pp2", {"options": {"chunks": 2}}, ConfigError, "1f1b has no such option"),
-    ("deep", "pp2", {"cut": "layers"}, ConfigError, "not a way to cut"),
+    ("deep", "pp2", {"cut": "layers"}, ConfigError, "not a way to cut stages"),
     ("deep", "pp2", {"cut": ("blocks.3", "blocks.4")}, ConfigError, "has 2 stages"),
     ("deep", "pp2", {"cut": ("block.3",)}, UnsupportedModel, "blocks.3"),
     (
@@ -580,9 +580,9 @@ REFUSED: list[tuple[str, str, dict[str, Any], type[Refusal], str]] = [
         "pp2",
         {"schedule": schedules.make_schedule("1f1b", 2, 1), "options": {"chunks": 2}},
         ConfigError,
-        "made already",
+        "which takes no options",
     ),
-    ("convnet", "pp8", {}, UnsupportedModel, "has 8 stages, and the model 7 modules"),
+    ("convnet", "pp8", {}, UnsupportedModel, "has 8 stages, and the model has only 7 modules"),
 ]
 
 

@@ -364,7 +364,7 @@ def test_a_shape_that_follows_from_the_data(pool: Pool) -> None:
 
 
 def test_more_dimensions_than_a_header_takes(pool: Pool) -> None:
-    with pytest.raises(UnsupportedModel, match=r"value h = .* not described by a header"):
+    with pytest.raises(UnsupportedModel, match=r"value h = .* header cannot describe it"):
         pool.run(shaped, True, *[1] * 9, world=2, timeout=60)
 
 

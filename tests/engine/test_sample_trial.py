@@ -260,9 +260,9 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict], Any, type, 
         pairs,
         local_clip,
         ConfigError,
-        r"loss = 'local_clip': changes with how .* divides .* Mark it @weft\.losses\.whole_batch",
+        r"loss = 'local_clip': depends on how .* divides .* Mark it @weft\.losses\.whole_batch",
     ),
-    "penalty": (Straight, features, spread, ConfigError, "'spread': changes"),
+    "penalty": (Straight, features, spread, ConfigError, "'spread': depends on"),
     "uneven-mean": (
         partial(Recurrent, True),
         words,
@@ -358,7 +358,7 @@ def test_a_branch_that_is_drawn_is_not_said_to_mix_samples() -> None:
 
 
 def test_microbatches_are_parts_of_the_batch_too() -> None:
-    with pytest.raises(ConfigError, match="changes with how accumulate = 2 divides the batch"):
+    with pytest.raises(ConfigError, match="depends on how accumulate = 2 divides the batch"):
         begin(TwoTowers, pairs, local_clip, "dp1", accumulate=2)
 
 

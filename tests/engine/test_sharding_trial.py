@@ -276,7 +276,7 @@ def test_a_backward_that_raises_in_evaluation_mode_is_refused(pool: Pool) -> Non
 
 
 def test_an_attention_that_stays_whole_is_refused_under_sequence() -> None:
-    with pytest.raises(UnsupportedModel, match=r"blocks\.0\.attention does not run on its part"):
+    with pytest.raises(UnsupportedModel, match=r"blocks\.0\.attention fails on a rank's shard"):
         begin(fixed_heads, "tp2+sequence")
 
 

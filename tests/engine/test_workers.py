@@ -392,12 +392,13 @@ def wild(what: str) -> None:
     [
         (
             "weight",
-            "workers = 'linear.weight': lives on a, and is read elsewhere, at test_workers.py:",
+            "workers = 'linear.weight': is on a, and is read by another process, at"
+            " test_workers.py:",
         ),
         ("in place", "workers = 'in_place': changes its arguments in place"),
         ("appends", "workers = 'appends': changes its arguments in place"),
-        ("object", "workers = 'appends': a Thing enters or leaves it"),
-        ("again", "workers = 'linear': is called in a backward"),
+        ("object", "workers = 'appends': its arguments or its result hold a Thing"),
+        ("again", "workers = 'linear': is called in backward"),
     ],
 )
 def test_what_cannot_be_called_is_named(what: str, said: str) -> None:
@@ -431,34 +432,38 @@ PLAIN = {"storage": ["embedding"], "big": ["blocks.*"]}
         (
             {"a": ["blocks.0"], "b": ["blocks.0.mlp"]},
             {},
-            "workers.b = 'blocks.0.mlp': and blocks.0, on worker a, lie",
+            "workers.b = 'blocks.0.mlp': and blocks.0, on worker a, are",
         ),
         (
             {"a": ["blocks.0.mlp"], "b": ["blocks.0"]},
             {},
-            "workers.b = 'blocks.0': and blocks.0.mlp, on worker a, lie",
+            "workers.b = 'blocks.0': and blocks.0.mlp, on worker a, are",
         ),
         (
             {"a": ["blocks"]},
             {},
-            "workers.a = 'blocks': is a ModuleList, which is never called itself",
+            "workers.a = 'blocks': is a ModuleList, whose own forward is never called",
         ),
         (
             {"a": ["head"]},
             {"model__tied": True},
             "two names: embedding.weight on driver and head.weight on a",
         ),
-        ({"a b": ["head"]}, {}, "workers = 'a b': is no name that torch.distributed.rpc takes"),
+        (
+            {"a b": ["head"]},
+            {},
+            "workers = 'a b': is not a name that torch.distributed.rpc accepts",
+        ),
         (
             {"driver": ["head"]},
             {},
-            "workers = 'driver': is the process that runs the model's own forward",
+            "workers = 'driver': is the name of the process that runs the model's own forward",
         ),
         (PLAIN, {"axes": "dp2"}, "layout.axes = 'dp2': workers hold whole modules"),
         (
             PLAIN,
             {"precision__compute": "fp16"},
-            "precision.compute = 'fp16': no worker scales the loss",
+            "precision.compute = 'fp16': fp16 needs loss scaling",
         ),
         (PLAIN, {"sync__name": "ring"}, "sync.name = 'ring': there is one driver"),
         (PLAIN, {"sync__codec": "int8"}, "sync.codec = 'int8': there is one driver"),
@@ -489,10 +494,13 @@ TOML = f'{RUN}[workers]\nstorage = ["embedding"]\nbig = ["blocks.0", "blocks.1"]
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--trace"], "--trace = True: shows stages, and [workers] has none"),
+        (
+            ["--trace"],
+            "--trace = True: shows the stages of a layout, and a run with [workers] has no layout",
+        ),
         (
             ["--nproc", "2"],
-            "--nproc = 2: a driver and storage, big are 3 processes, and there are 2. Use 3",
+            "--nproc = 2: a driver and storage, big need 3 processes, and there are 2. Use 3",
         ),
         (["--layout", "tp2"], "layout.axes = 'tp2': workers hold whole modules"),
         (["--set", "workers.big=7"], "workers.big = 7: is not a list"),

@@ -260,7 +260,7 @@ def test_times_are_read_as_slurm_reads_them() -> None:
     }
     assert {text: slurm.slurm_seconds(text) for text in read} == read
     for text in ("", "12h", "1:2:3:4", "1-", "-1", "1:"):
-        with pytest.raises(ConfigError, match="is no time of SLURM's"):
+        with pytest.raises(ConfigError, match="is not a time that SLURM accepts"):
             slurm.slurm_seconds(text)
 
 
@@ -270,13 +270,13 @@ def test_times_are_read_as_slurm_reads_them() -> None:
         (
             {"time": "3"},
             (
-                "--time = '3': leaves no time to train: 120 s before the end the run saves. Ask for"
-                " 5 minutes"
+                "--time = '3': leaves no time to train: the run saves 120 s before the end. Ask"
+                " for 5 minutes"
             ),
         ),
-        ({"partition": "a b"}, "--partition = 'a b': is no name that SLURM has"),
-        ({"account": "a\n#SBATCH"}, "is no name that SLURM has"),
-        ({"gpus": 1}, "--gpus = 1: a host has 2 ranks of dp4, and each needs a GPU of its own"),
+        ({"partition": "a b"}, "--partition = 'a b': is not a name that SLURM accepts"),
+        ({"account": "a\n#SBATCH"}, "is not a name that SLURM accepts"),
+        ({"gpus": 1}, "--gpus = 1: a host has 2 ranks of dp4, and each needs its own GPU"),
     ],
 )
 def test_slurm_refuses(tmp_path: Path, given: dict[str, Any], said: str) -> None:
@@ -441,16 +441,16 @@ def test_hosts_and_restarts_are_the_runs(tmp_path: Path) -> None:
         ),
         ({"volumes": ["training:/else"]}, "would be lost with the pod. Add --output /else/run"),
         ({"volumes": ["training:/data/runs/run"]}, "would be lost with the pod"),
-        ({"volumes": ["training"]}, "--volume = 'training': is no claim with a path"),
-        ({"volumes": ["training:data"]}, "is no claim with a path"),
-        ({"volumes": ["training:/data/../x"]}, "is no claim with a path"),
+        ({"volumes": ["training"]}, "--volume = 'training': is not a claim with a path"),
+        ({"volumes": ["training:data"]}, "is not a claim with a path"),
+        ({"volumes": ["training:/data/../x"]}, "is not a claim with a path"),
         ({"volumes": ["a:/data", "b:/data"]}, "--volume = 'b:/data': something else lies at /data"),
-        ({"image": "a b"}, "--image = 'a b': is no image"),
+        ({"image": "a b"}, "--image = 'a b': is not an image"),
         ({"name": "Run"}, "give a --name of at most 54 lower-case letters"),
         ({"name": "r" * 55}, "give a --name of at most 54 lower-case letters"),
-        ({"namespace": "a/b"}, "--namespace = 'a/b': is no namespace"),
-        ({"cpu": "eight"}, "--cpu = 'eight': is no quantity"),
-        ({"memory": "64GB"}, "--memory = '64GB': is no quantity"),
+        ({"namespace": "a/b"}, "--namespace = 'a/b': is not a namespace"),
+        ({"cpu": "eight"}, "--cpu = 'eight': is not a quantity"),
+        ({"memory": "64GB"}, "--memory = '64GB': is not a quantity"),
         ({"gpus": 1}, "--gpus = 1: a host has 2 ranks of dp4"),
     ],
 )
@@ -529,7 +529,7 @@ def test_files_are_written_for_a_run_that_has_passed_its_checks(file: Path) -> N
     [
         (("--nodes", "1", "--layout", "tp3"), "weft: layout = 'tp3': "),
         (("--nodes", "3", "--layout", "dp4"), "weft: --nodes = '3': the run has 4 ranks"),
-        (("--nodes", "0"), "weft: --nodes = '0': is no number of hosts"),
+        (("--nodes", "0"), "weft: --nodes = '0': is not a number of hosts"),
         (("--nodes", "1", "--set", "data.build=none:here"), "weft: data.build = 'none:here': "),
     ],
 )

@@ -199,11 +199,11 @@ def test_a_control_group_of_version_1(tmp_path: Path) -> None:
             None,
             2,
             "note",
-            "weft counts 8: set OMP_NUM_THREADS or train.threads to 2 // processes",
+            "weft assumes 8 cores: set OMP_NUM_THREADS or train.threads to 2 // processes",
         ),
         (8, 2.5, "1", 2, "ok", ""),
         (4, None, "16", 4, "note", "OMP_NUM_THREADS=4"),
-        (4, None, "many", 4, "note", "is no number of threads"),
+        (4, None, "many", 4, "note", "is not a number of threads"),
         (1, 0.5, "1", 1, "ok", ""),
     ],
 )

@@ -130,7 +130,7 @@ def test_where_no_filter_can_be_had_a_line_says_so(
     meet(monkeypatch, {0: ["10.0.0.1"], 1: []})
     assert (
         capfd.readouterr().err.count(
-            "everybody on the network reaches gloo's ports: an address of a host is not known"
+            "everybody on the network can reach gloo's ports: the address of one host is not known"
         )
         == 2
     )

@@ -449,7 +449,9 @@ def test_ranks_of_several_hosts_prove_that_they_know_the_token(
     ranks[0].join(60)
     said = [path.read_text() for path in sorted(tmp_path.iterdir())]
     if tokens[0] != tokens[1]:
-        assert len(said) == 1 and "WEFT_TOKEN" in said[0] and "is not that of the run" in said[0]
+        assert (
+            len(said) == 1 and "WEFT_TOKEN" in said[0] and "is not the token of the run" in said[0]
+        )
     elif tokens[0]:
         assert said == ["[3.0, 3.0]"] * 2
     else:

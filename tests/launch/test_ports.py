@@ -123,7 +123,7 @@ def test_calls_stay_on_the_loopback_whatever_the_environment_names(
     assert found and not outside(found), found
 
 
-UNGATED = r"asks for no token.* Use one host, or a layout without \[workers\]"
+UNGATED = r"checks no token.* Use one host, or a layout without \[workers\]"
 
 
 def test_workers_over_several_hosts_are_refused(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_who_does_not_know_the_token(guarded: tuple[dist.TCPStore, gate.TokenGat
     store, way = guarded
     for token in ("", TOKEN + "."):
         passage = gate.Passage(gate.LOOPBACK, way.port, token)
-        with pytest.raises(ConfigError, match="is not that of the run at") as refused:
+        with pytest.raises(ConfigError, match="is not the token of the run at") as refused:
             passage.reach(10)
         assert TOKEN not in str(refused.value)
         with pytest.raises(dist.DistError):
@@ -279,7 +279,7 @@ def test_who_does_not_know_the_token(guarded: tuple[dist.TCPStore, gate.TokenGat
 
     server.accept()[0].close()
     threading.Thread(target=pretend).start()
-    with pytest.raises(ConfigError, match="is not that of the run at"):
+    with pytest.raises(ConfigError, match="is not the token of the run at"):
         gate.Passage(gate.LOOPBACK, port, TOKEN).reach(10)
     server.close()
     assert store.list_keys() == []
@@ -313,7 +313,7 @@ def test_the_port_that_torchelastic_found_free_may_be_taken() -> None:
 def test_a_token_is_needed_where_others_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(gate.TOKEN, raising=False)
     assert gate.run_token("127.0.0.1") == gate.run_token("::1") == ""
-    with pytest.raises(ConfigError, match="others reach"):
+    with pytest.raises(ConfigError, match="other machines can reach"):
         gate.run_token("192.0.2.1")
     monkeypatch.setenv(gate.TOKEN, "short")
     with pytest.raises(ConfigError, match="fewer than 16 characters"):

@@ -219,7 +219,7 @@ def test_agents(
         assert [host.wait(60) for host in (first, second)] == [0, 0], said
     assert bool(stranger.reached) == open_ports
     assert len(outside(stranger.tried) - gates) > 2  # of gloo
-    assert "reaches gloo's ports" not in said
+    assert "can reach gloo's ports" not in said
     assert steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
     assert "anew" not in said
     assert _same(tmp_path / "run", left_alone(tmp_path / "alone", "dp2", ()))

@@ -86,9 +86,9 @@ def test_text_of_a_decoder() -> None:
         "",
         "f where a tensor enters, g where it leaves (Megatron-LM, Shoeybi et al. 2019)",
         "columns: a rank makes some of a linear's outputs, from all of its inputs",
-        "rows: a rank reads some of a linear's inputs, or some rows of a table; what it gives is a"
-        " part of a sum",
-        "A weight that is not here is whole on every rank.",
+        "rows: a rank reads some of a linear's inputs, or some rows of a table; its output is a"
+        " partial sum",
+        "Weights that are not shown are whole on every rank.",
     ]
 
 
@@ -244,7 +244,7 @@ def test_the_command(tmp_path: Path) -> None:
 
     said = run("--layout", "pp2.tp2", "--set", "model.layers=2")
     assert "2 positions on tp, in each of 2 groups" in said.output
-    assert "holds the weights of its stages alone" in said.output
+    assert "Each group holds only the weights of its own stages" in said.output
     figures = json.loads(run("--layout", "tp2", "--json").output)
     assert figures["axes"] == ["tp"] and figures["panels"][0]["rows"][0]["said"][0] == "0:128"
     image = tmp_path / "x.svg"
@@ -252,7 +252,7 @@ def test_the_command(tmp_path: Path) -> None:
     ElementTree.fromstring(image.read_text())
     for args, message in (
         (("--layout", "tp2", "--out", "x.json"), "Name a .svg"),
-        (("--layout", "tp2", "--ranks", "2"), "--ranks = 2: is of schedules and --collective"),
+        (("--layout", "tp2", "--ranks", "2"), "applies only to schedules and --collective"),
         (("--layout", "tp3"), "layout = "),
         (("1f1b",), "--plan = "),
     ):

@@ -131,7 +131,7 @@ def test_a_backward_in_two_parts_is_said_to_be_computed_twice() -> None:
 @pytest.mark.parametrize(
     ("recipe", "plan", "said"),
     [
-        ("row", {}, "is no recipe. Choose one of off, rowwise, rowwise_with_gw_hp, tensorwise"),
+        ("row", {}, "is not a recipe. Choose one of off, rowwise, rowwise_with_gw_hp, tensorwise"),
         ("rowwise", {"precision": "fp32"}, "computes in fp32"),
         ("tensorwise", {"precision": "fp16"}, 'Use it with compute = "bf16"'),
     ],

@@ -102,8 +102,8 @@ def test_what_is_named_runs_again_and_nothing_else(name: str) -> None:
     [
         (["block.0"], "'block.0': matches no module. Did you mean \"blocks.0\""),
         (["blocks.0.mlp"], 'blocks.0.mlp is inside of blocks.0.*Write "blocks.0"'),
-        ([], "is no way to recompute"),
-        ([1], "is no way to recompute"),
+        ([], "is not a way to recompute"),
+        ([1], "is not a way to recompute"),
     ],
 )
 def test_names_that_do_not_fit(tmp_path: Path, names: list[Any], says: str) -> None:
@@ -131,5 +131,5 @@ def test_a_module_that_holds_blocks_is_refused() -> None:
 
 
 def test_masks_would_be_others() -> None:
-    with pytest.raises(ConfigError, match="block1 drops out and is in no list of blocks"):
+    with pytest.raises(ConfigError, match="block1 has dropout and is in no list of blocks"):
         weft.plan(Attributes(0.2), "dp1", batch=4, loss=next_token, recompute=["block1"])

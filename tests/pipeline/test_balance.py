@@ -136,9 +136,9 @@ def test_a_placement_balances_ranks(shape: str) -> None:
     [
         (
             lambda: partition([1, 1], 3),
-            "pipeline = 3: there are 2 parts of the model to share out. Use at most 2",
+            "pipeline = 3: the model has only 2 parts to divide among stages. Use at most 2",
         ),
-        (lambda: partition([1, 1], 0), "pipeline = 0: a pipeline has at least one stage"),
+        (lambda: partition([1, 1], 0), "pipeline = 0: a pipeline needs at least one stage"),
         (lambda: partition([1, -1], 2), "a time is negative"),
         (lambda: partition([1, math.nan], 2), "a time is negative or not a number"),
         (

@@ -241,7 +241,7 @@ def test_a_user_s_schedule_may_be_a_solved_one(monkeypatch: pytest.MonkeyPatch) 
         ({"memory": [1, 0.5, 1]}, "Use at least [1.0, 1.0, 1.0]"),
         ({"memory": [1, 1]}, "2 numbers for 3 ranks"),
         ({"memory": math.nan}, "pipeline.memory"),
-        ({"placement": "w"}, "pipeline.placement = 'w': is no placement"),
+        ({"placement": "w"}, "pipeline.placement = 'w': is not a placement"),
         ({"placement": [0, 1, 1]}, "every rank at least once"),
         ({"chunks": 0}, "pipeline.chunks = 0"),
         ({"costs": ActionCosts([1.0, 2.0])}, "2 numbers for 3 stages"),

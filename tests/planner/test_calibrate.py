@@ -192,7 +192,7 @@ def test_a_sheet_that_is_written_reads_back(tmp_path: Path, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("sheet.json", "is no name of a sheet"),
+        ("sheet.json", "is not a name of a hardware file"),
         ("folder.toml", "is a folder"),
         ("file/sheet.toml", "cannot be written"),
     ],

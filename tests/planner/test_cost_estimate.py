@@ -139,7 +139,7 @@ def test_twice_the_microbatches_take_twice_as_long_but_for_what_is_once_a_step()
 
 def test_activations_go_with_the_microbatch_and_states_do_not() -> None:
     small, large = (one("dp8", "memory", batch=batch) for batch in (8, 16))
-    for name in ("activations", "beside"):
+    for name in ("activations", "temporaries"):
         assert large[name] == pytest.approx(2 * small[name])
     for name in ("weights", "gradients", "optimizer"):
         assert large[name] == small[name] > 0
@@ -350,7 +350,7 @@ def test_the_last_stage_has_a_tied_embedding_too() -> None:
 def test_offloaded_states_are_not_on_the_device_and_take_time() -> None:
     here, away = (one(layout, "memory") for layout in ("fsdp8", "fsdp8+offload"))
     assert [away[n] for n in ("weights", "gradients", "optimizer")] == [0, 0, 0]
-    assert all(away[n] == here[n] for n in ("activations", "beside", "gathered weights"))
+    assert all(away[n] == here[n] for n in ("activations", "temporaries", "gathered weights"))
     assert one("fsdp8+offload")["optimizer"] > 10 * one("fsdp8")["optimizer"]
 
 
@@ -483,7 +483,7 @@ def test_stand_ins_are_of_a_block_and_of_the_head() -> None:
             2 * (block.elements("features") + SMALL.vocab * SMALL.hidden) / tp
             + 2 * block.elements("whole") / tp
         )
-        assert one(layout, "memory", practice=asked)["stand-ins"] == pytest.approx(want)
+        assert one(layout, "memory", practice=asked)["dummy gradients"] == pytest.approx(want)
 
 
 @pytest.mark.parametrize(
@@ -644,7 +644,7 @@ def test_the_first_rank_of_a_v_has_both_ends(tied: bool) -> None:
     assert found["weights"] == pytest.approx(
         2 * (layers + (1 if tied else 2) * 32000 * 1024 + 1024)
     )
-    assert found["beside"] >= PRACTICE.logit_bytes * 32000 * 1024 * 8
+    assert found["temporaries"] >= PRACTICE.logit_bytes * 32000 * 1024 * 8
 
 
 def test_what_is_sent_beside_compute_is_waited_for_where_it_fills_the_pipeline() -> None:
@@ -681,7 +681,9 @@ def test_many_logits_are_held_in_chunks() -> None:
 
     def held(practice: PrecisionPolicy, layout: str = "dp1", **options: Any) -> float:
         dims = replace(SMALL, tied=False)
-        return one(layout, "memory", dims, practice=practice, accumulate=8, **options)["beside"]
+        return one(layout, "memory", dims, practice=practice, accumulate=8, **options)[
+            "temporaries"
+        ]
 
     assert held(PRACTICE) == pytest.approx(whole)
     found = held(chunks)

@@ -143,7 +143,7 @@ def test_a_card_is_named_by_its_memory_too(name: str, sheet: str) -> None:
 
 def test_a_card_with_another_memory_is_refused_with_those_that_there_are() -> None:
     said = (
-        r"'a100-64': no sheet is of a100 with 64 GB. Use a100 \(79.1 GiB\),"
+        r"'a100-64': no hardware file describes a100 with 64 GB. Use a100 \(79.1 GiB\),"
         r" a100-40 \(39.4 GiB\), a100-pcie"
     )
     with pytest.raises(ConfigError, match=said):
@@ -176,7 +176,7 @@ def test_an_era_is_like_that_of_another_sheet_but_for_what_it_states() -> None:
         ('"H100"', "there is no such sheet", 'Did you mean "h100"'),
         ('"local"', "there is no such sheet", "h100"),
         ("3", "there is no such sheet", "h100"),
-        ('"tpu-v4"', "that sheet has no era eager", "it has compiled"),
+        ('"tpu-v4"', "that hardware file has no era eager", "it has compiled"),
     ],
 )
 def test_what_no_era_can_be_like(like: str, problem: str, fix: str) -> None:
@@ -218,7 +218,7 @@ def test_clusters() -> None:
         ("devices = 8", "devices = 8.5", "tiers", None, "whole number"),
         ("devices = 8", "devices = -8", "tiers", None, "greater than or equal to 0"),
         ("devices = 8", "devices = 0", "tiers", "outer", "List inner ones first"),
-        ("devices = 0", "devices = 8", "tiers", "outer", "joins no more devices than inner"),
+        ("devices = 0", "devices = 8", "tiers", "outer", "connects no more devices than inner"),
         ("matmul = 0.8", "matmul = 0", "eras.eager.matmul", 0, "greater than 0"),
         ("matmul = 0.8", "matmull = 0.8", "eras.eager.matmull", 0.8, 'Did you mean "matmul"'),
         ("matmul = 0.8", "hidden = 1.5", "eras.eager.hidden", 1.5, "less than or equal to 1"),
@@ -259,10 +259,10 @@ def test_no_tiers_and_no_eras() -> None:
         ("h10x64", "h100"),
         ("x64", "no such sheet"),
         ("", "h100x64"),
-        ("h100x0", "is no number"),
-        ("h100x-1", "is no number"),
-        ("h100x1e3", "is no number"),
-        ("h100x9999999999", "is no number"),
+        ("h100x0", "is not a number"),
+        ("h100x-1", "is not a number"),
+        ("h100x1e3", "is not a number"),
+        ("h100x9999999999", "is not a number"),
         ("none.toml", "cannot be read"),
         ("../h100x4", "no such sheet"),
     ],
@@ -278,7 +278,7 @@ def test_clusters_that_are_none(text: str, words: str) -> None:
 def test_no_more_devices_than_networks_join() -> None:
     alone = parse_sheet(RIGHT.replace("devices = 0", "devices = 64"), "here")
     assert Cluster.of(alone, 64).devices == 64
-    with pytest.raises(ConfigError, match="its networks join 64 devices"):
+    with pytest.raises(ConfigError, match="its networks connect at most 64 devices"):
         Cluster.of(alone, 65)
 
 

@@ -69,10 +69,12 @@ def test_much_work_hides_launches_but_where_none_queues() -> None:
 def test_a_loss_that_gathers_logits_holds_all_on_each_rank() -> None:
     every = replace(POLICY, gathers_logits=True)
     count = 18 * 32000 * 1024 * 16
-    assert memory(priced("tp8", every))["beside"] == pytest.approx(count)
-    assert memory(priced("tp8"))["beside"] < count / 4
+    assert memory(priced("tp8", every))["temporaries"] == pytest.approx(count)
+    assert memory(priced("tp8"))["temporaries"] < count / 4
     one, other = priced("dp8", every), priced("dp8")
-    assert memory(one)["beside"] == memory(other)["beside"]  # without tp there is nothing to gather
+    assert (
+        memory(one)["temporaries"] == memory(other)["temporaries"]
+    )  # without tp there is nothing to gather
 
 
 def test_a_loss_that_gathers_logits_takes_as_long_on_each_rank() -> None:
@@ -129,7 +131,7 @@ def test_a_ragged_head_is_not_a_ragged_vocabulary() -> None:
 def test_a_step_of_the_optimizer_stands_in_place_of_activations() -> None:
     params = transformer_work(DIMS).params
     little, much = (memory(priced("dp8", replace(POLICY, step_bytes=n))) for n in (1.0, 1e3))
-    gone = little["activations"] + little["beside"]
+    gone = little["activations"] + little["temporaries"]
     assert little["update"] == 0
     assert much["update"] == pytest.approx(1e3 * params - gone)
     sharded = memory(priced("fsdp8+zero1", replace(POLICY, step_bytes=1e3)))

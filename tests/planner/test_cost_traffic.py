@@ -475,7 +475,7 @@ def kept(layout: str, options: Mapping[str, Any]) -> dict[str, float]:
             optimizer = replicas.server._optimizer
     tensors += [value for state in states for value in state.values()]
     moments = [v for s in optimizer.state.values() for v in s.values()]
-    found = {"agreement": tensors, "optimizer": moments}
+    found = {"synchroniser": tensors, "optimizer": moments}
     plain = {what: [getattr(v, "_local_tensor", v) for v in each] for what, each in found.items()}
     engine.close()
     return {
@@ -514,12 +514,12 @@ def test_what_is_kept_to_agree_is_what_an_engine_has(
         part.name: float(part.value[0])
         for part in estimated("decoder", layout, weft.sync.make_sync(**options)).memory
     }
-    held = max(each["agreement"] for each in found)
+    held = max(each["synchroniser"] for each in found)
     if (
         "staleness" in options
     ):  # what is under way: a worker's gradients, and at the servers all replicas', and weights
         held += (1 + 2 * sizes.size("dp")) * parts["gradients"] / options.get("servers", 1)
-    assert parts["agreement"] == pytest.approx(
+    assert parts["synchroniser"] == pytest.approx(
         held, rel=0.02 if options.get("servers", 1) == 1 else 0.3
     )
     most = max(each["optimizer"] for each in found)

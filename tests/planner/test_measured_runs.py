@@ -78,7 +78,7 @@ def test_the_table_says_what_cannot_be_told_apart(tmp_path: Path) -> None:
         assert 0 < low < high
     found = plan(run, sheet, "--no-kept-runs")
     alike = found["best"]["as_fast_as"]
-    said = re.search(r"^not to be told apart from 1: ([0-9, -]+);", text, re.M)
+    said = re.search(r"^too close to 1 to tell which is faster: ([0-9, -]+);", text, re.M)
     assert bool(said) == bool(alike)
     layouts = [argument for name in ("dp2", "fsdp2") for argument in ("--layout", name)]
     compared = weft("plan", run, "--cluster", f"{sheet}x2", "--no-kept-runs", *layouts).output
@@ -119,7 +119,7 @@ def test_train_keeps_its_runs_for_the_next_plan(
     [
         ("none.csv", None, "cannot be read"),
         ("none/metrics.jsonl", None, "has no run.toml beside it"),
-        ("rows.txt", "", "is no file of measured steps"),
+        ("rows.txt", "", "is not a file of measured steps"),
         ("rows.csv", "layout,step_s\n", "has 0 rows"),
         ("rows.csv", "layout,seconds\ndp2,1\n", "seconds"),
         ("rows.csv", "step_s\n1\n", "layout"),
@@ -128,7 +128,7 @@ def test_train_keeps_its_runs_for_the_next_plan(
         ("rows.csv", "layout,step_s\ndp0,1\n", "dp0"),
         ("rows.csv", "layout,step_s,accumulate\ndp2,1,many\n", "many"),
         ("out/metrics.jsonl", '{"step": 1, "step_s": 1.0}\n', "has no step after the first"),
-        ("out/metrics.jsonl", "none\n{}\n", "line 1 is no line of metrics.jsonl"),
+        ("out/metrics.jsonl", "none\n{}\n", "line 1 is not a line of metrics.jsonl"),
     ],
 )
 def test_files_that_cannot_be_used_are_refused_in_a_line(

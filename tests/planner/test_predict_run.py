@@ -98,7 +98,7 @@ def test_the_sheet_of_a_card(title: str, name: str | None) -> None:
         ("name = ", "dp2", "is not TOML"),
         ("\x00", "dp2", "is not TOML"),
         ("name = 'x'", "dp2", "is missing"),
-        (sheet(), "dp4", "its networks join 2 devices"),
+        (sheet(), "dp4", "its networks connect at most 2 devices"),
         (sheet(devices=0).replace("fp32", "fp16"), "dp2", "has no peak for it"),
     ],
 )

@@ -287,7 +287,7 @@ def test_keys_are_gathered_where_that_is_asked_or_the_size_is() -> None:
         ("xp4.*", "there is no axis 'xp'"),
         ("tp.*", "is not an axis with a size"),
         ("tp4+zero1.*", "no option"),
-        ("tp2.tp4", "stands twice"),
+        ("tp2.tp4", "is named twice"),
         ("tp0.*", "has size 0"),
         ("cp2+ulysses.*", "Write ulysses2, which"),
     ],

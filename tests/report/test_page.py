@@ -116,11 +116,11 @@ def test_a_run_and_two_runs(tmp_path: Path) -> None:
         ([], "names no run folder"),
         (["gone"], "is not there"),
         (["one", "one", "one"], "more than two"),
-        (["one", "--plan", "p.json"], "is given with --plan"),
+        (["one", "--plan", "p.json"], "cannot stand beside --plan"),
         (["--plan", "gone.json"], "cannot be read"),
         (["--plan", "one/run.toml"], "cannot be read"),
         (["--plan", "one/ranks.json"], "is neither a plan nor a simulation"),
-        (["one", "--out", "x.pdf"], "is no HTML file"),
+        (["one", "--out", "x.pdf"], "is not an HTML file"),
         (["one", "--out", "gone/x.html"], "cannot be written"),
     ],
 )

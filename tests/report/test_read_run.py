@@ -147,7 +147,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     for path, problem in (
         (tmp_path / "gone", "is not there"),
         (tmp_path, "has neither metrics.jsonl nor run.toml"),
-        (Path(__file__), "is no folder"),
+        (Path(__file__), "is not a folder"),
     ):
         with pytest.raises(ConfigError, match=problem):
             read_run(path)

@@ -170,9 +170,9 @@ def test_every_layout_equals_one_device(tmp_path: Path, base: Path, kind: str) -
 REFUSED: list[tuple[Any, str]] = [
     ({"r": 4, "target_module": ["q_proj"]}, 'Did you mean "target_modules"'),
     ({"r": 4, "target_modules": ["query"]}, "peft cannot add it .*query"),
-    ({"peft_type": "LORAX"}, "is no adapter of peft"),
+    ({"peft_type": "LORAX"}, "is not a peft adapter"),
     ({"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 4}, "prompt learning"),
-    ({**LORA, "init_lora_weights": "pissa"}, "changes the weights beside it"),
+    ({**LORA, "init_lora_weights": "pissa"}, "changes the frozen weights"),
     ({**LORA, "r": -1}, "peft cannot add it|LORA fails"),
     ("nowhere", "holds no adapter_config"),
 ]

@@ -110,6 +110,6 @@ def test_what_has_no_best_checkpoint_is_refused(
 @pytest.mark.parametrize("found", [3, [3], [-1, 0.5], ["3", 0.5], [3, "0.5"], [True, 0.5]])
 def test_what_a_checkpoint_says_of_it_is_checked(found: Any) -> None:
     best = BestCheckpoint(True)
-    with pytest.raises(CheckpointError, match="no step and its validation loss"):
+    with pytest.raises(CheckpointError, match="is not a step with its validation loss"):
         best.restore({"best": found})
     assert best.step is None and best.loss == math.inf

@@ -176,5 +176,5 @@ def test_a_run_file_with_a_blend(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(epochs)
     with pytest.raises(Refusal, match=r"train.epochs = 2.0: \[data\] names an iterable"):
         build_data.count_steps(load_run(tmp_path / "run.toml", {"data": blended}))
-    with pytest.raises(Refusal, match=r"data.seq_len = 4: is beside blend"):
+    with pytest.raises(Refusal, match=r"data.seq_len = 4: cannot stand beside blend"):
         load_run(tmp_path / "run.toml", {"data": blended, "data.seq_len": "4"})

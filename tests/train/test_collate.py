@@ -66,9 +66,12 @@ def test_samples_of_several_lengths_are_padded(tmp_path: Path) -> None:
     ("collate", "says"),
     [
         (None, "data = '.*': one sample has shape .3., another .4."),
-        ("short", r"data.collate = '.*short': returns, of 2 samples.*first dim is the samples"),
-        ("listed", r"data.collate = '.*listed': returns, of 2 samples, .*list"),
-        ("empty", r"data.collate = '.*empty': returns, of 2 samples"),
+        (
+            "short",
+            r"data.collate = '.*short': returns first dims .* for 2 .*first dim is the samples",
+        ),
+        ("listed", r"data.collate = '.*listed': returns first dims .*list.* for 2 samples"),
+        ("empty", r"data.collate = '.*empty': returns first dims .* for 2 samples"),
         ("paded", r"data.collate = '.*paded': .* has no paded.*mean \"padded\""),
     ],
 )

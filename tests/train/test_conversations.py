@@ -211,16 +211,16 @@ def row_of(row: Any, key: str = "messages") -> Callable[[Path], None]:
 
 REFUSED: list[tuple[Callable[[Path], Any], dict[str, Any], str]] = [
     (no_template, {}, "has no chat template.*data.template"),
-    (forgetful, {}, "line 1.*earlier messages otherwise.*generation"),
+    (forgetful, {}, "line 1.*changes earlier messages.*generation"),
     (row_of(said("a", "b"), "chat"), {}, "has no 'messages' among .*chat"),
-    (row_of("hello"), {}, "is no list of messages"),
+    (row_of("hello"), {}, "is not a list of messages"),
     (row_of(said("a")), {}, "has no answer among"),
-    (row_of([{"content": "x"}]), {}, "is no list of messages"),
-    (lambda folder: (folder / "answers.jsonl").write_text("{"), {}, "line 1.*is no JSON"),
+    (row_of([{"content": "x"}]), {}, "is not a list of messages"),
+    (lambda folder: (folder / "answers.jsonl").write_text("{"), {}, "line 1.*is not JSON"),
     (lambda folder: None, {"seq_len": 4}, "have more tokens, at most .*too_long"),
-    (lambda folder: None, {"too_long": "split"}, "is no way to treat"),
+    (lambda folder: None, {"too_long": "split"}, "is not a way to treat"),
     (lambda folder: None, {"too_long": "drop", "seq_len": 4}, "holds no answer"),
-    (lambda folder: None, {"tokenizer": ""}, "belongs to a tokenizer"),
+    (lambda folder: None, {"tokenizer": ""}, "needs a tokenizer"),
     (lambda folder: None, {"tokenizer": "nowhere"}, "cannot be read"),
     (lambda folder: (folder / "answers.jsonl").unlink(), {}, "no file matches"),
 ]

@@ -125,17 +125,18 @@ def steps_saved(folder: Path) -> int | None:
     [
         (
             "rows.toml --set data.key=target",
-            "loss = 'classification': reads 'labels' of a sample, which has input, target. Call"
-            " that entry 'labels' in the data",
+            "loss = 'classification': reads the entry 'labels' of a sample, and the sample has"
+            " only input, target. Rename the entry to 'labels'",
         ),
         (
             f"rows.toml --set data.key=target --set train.loss={HERE}:own_loss",
-            "loss = 'own_loss': reads 'class' of a sample, which has input, target.",
+            "loss = 'own_loss': reads the entry 'class' of a sample, and the sample has"
+            " only input, target.",
         ),
-        ("rows.toml --set data.size=0", "data = 'Rows': has no sample. Give it some"),
+        ("rows.toml --set data.size=0", "data = 'Rows': has no sample. Use a dataset with samples"),
         (
             "rows.toml --set train.eval_every=2 --set data.val_size=0",
-            "train.batch = 8: the split 'val' has 0 samples, less than one batch.",
+            "train.batch = 8: the split 'val' has 0 samples, fewer than one batch.",
         ),
         ("rows.toml --set train.batch=-8", "train.batch = -8: must be greater than 0."),
         ("rows.toml --set train.batch=eight", "train.batch = 'eight': is not a whole number."),
@@ -211,7 +212,9 @@ def test_a_label_that_is_no_class(step: int, layout: str, folder: Path) -> None:
     result = weft_(f"train rows.toml --layout {layout} --output out --set data.odd={odd}")
     assert result.exit_code == 2, result.output
     line = result.stderr.splitlines()[-1]
-    assert "label = 7: is none of the 2 classes of the logits, which count from 0. Correct" in line
+    assert (
+        "label = 7: is not one of the 2 classes of the logits, which are numbered from 0. Correct"
+    ) in line
     assert "Traceback" not in result.output
 
 

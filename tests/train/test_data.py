@@ -270,7 +270,7 @@ def test_hugging_face_dataset_on_disk(tmp_path, bpe):
     datasets.DatasetDict({"train": plain}).save_to_disk(tmp_path / "single")
     with pytest.raises(DataError, match="has no split for 'val'"):
         data.hf(tmp_path / "single", 8, "val")
-    with pytest.raises(DataError, match="is no directory"):
+    with pytest.raises(DataError, match="is not a directory"):
         data.hf(tmp_path / "nothing", 8)
     with pytest.raises(DataError, match="cannot be read"):
         data.hf(tmp_path, 8)

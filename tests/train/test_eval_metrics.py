@@ -103,9 +103,14 @@ def test_a_mean_of_nothing_is_left_out(tmp_path: Path) -> None:
         ("dp1", "torch", {}, "is of type module and cannot be called"),
         ("dp1", "positionwise", {}, "does not take .output, batch."),
         ("dp1", "loss", {}, "val_loss is another metric already"),
-        ("dp1", "of_all", {}, "looks at the whole batch"),
-        ("cp2", "samplewise", {}, "positions, which cp divides. Mark it @weft.losses.positionwise"),
-        ("dp1", "accuracy", {"train__eval_every": 0}, "no step is validated"),
+        ("dp1", "of_all", {}, "compares the samples of the whole batch"),
+        (
+            "cp2",
+            "samplewise",
+            {},
+            "positions, and cp divides the positions. Mark it @weft.losses.positionwise",
+        ),
+        ("dp1", "accuracy", {"train__eval_every": 0}, "no step runs a validation"),
     ],
 )
 def test_what_is_no_metric_is_refused(
@@ -135,5 +140,5 @@ def test_a_run_file_of_others_measures_nothing(
     result = CliRunner().invoke(app, [command, *given, "--set", "train.eval_every=1"])
     said = " ".join(result.output.split())
     assert result.exit_code == 2, said
-    assert "train.eval_metrics = 'touched:accuracy': is code of the run file's own" in said
+    assert "train.eval_metrics = 'touched:accuracy': is code from outside weft" in said
     assert not (tmp_path / "touched").exists()

@@ -148,12 +148,12 @@ def test_a_rank_that_stops_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
         os.kill(children(process.pid)[1], signal.SIGSTOP)
         output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
-    assert "no progress for 6 s: of rank 1 nothing is heard" in output, output
+    assert "no progress for 6 s: rank 1 does not answer" in output, output
     assert re.search(
-        r"  rank 0: after step \d+, waits in .*, at .*weft/\S+\.py:\d+ in \w+: `.*`", output
+        r"  rank 0: after step \d+, waits .*, at .*weft/\S+\.py:\d+ in \w+: `.*`", output
     ), output
     assert re.search(
-        r"collective number \d+ of ranks 0, 1, all_?reduce of float \[.*\]: .*rank 1 does not"
+        r"collective number \d+ among ranks 0, 1, all_?reduce of float \[.*\]: .*rank 1 does not"
         r" answer",
         output,
     ), output
@@ -189,7 +189,9 @@ def test_a_hang_before_the_first_step_is_named(tmp_path: Path) -> None:
     with begun(tmp_path, "dp2", "--set", "train.hang_s=0.3", "--set", data) as process:
         output, _ = process.communicate(timeout=120)
     assert process.returncode == 1, output
-    assert "no progress for 3 s: rank 1 is in no collective, and is waited for" in output
+    assert (
+        "no progress for 3 s: rank 1 is in no collective, and the other ranks wait for it"
+    ) in output
     assert "rank 1: after it began building data and model, is in no collective" in output
     assert "time.sleep(1000)  # for data" in output
 
@@ -202,17 +204,17 @@ def test_what_is_said_of_a_hang() -> None:
         {"0": 7},
     )
     there = RankLocation("step 4", "is in no collective, but at b.py:7", [], {"0": 6})
-    assert "rank 1 is in no collective, and is waited for" in hang_report(
+    assert "rank 1 is in no collective, and the other ranks wait for it" in hang_report(
         {0: here, 1: there, 2: here}, 3, 5
     )
     assert "  rank 1: after step 4, is in no collective, but at b.py:7" in hang_report(
         {0: here, 1: there}, 2, 5
     )
-    assert "all ranks are in collectives, which do not meet" in hang_report(
+    assert "all ranks wait in collectives, but in different ones" in hang_report(
         {0: here, 1: here}, 2, 5
     )
-    assert "of rank 1, 2 nothing is heard" in hang_report({0: here}, 3, 5)
-    what = "    collective number 7 of ranks 0, 1, 2, all_reduce of float [5]: "
+    assert "rank 1, 2 does not answer" in hang_report({0: here}, 3, 5)
+    what = "    collective number 7 among ranks 0, 1, 2, all_reduce of float [5]: "
     assert what + "rank 1 has not begun it\n" in hang_report({0: here, 1: there, 2: here}, 3, 5)
     assert what + "rank 1 has not begun it; rank 2 does not answer" in hang_report(
         {0: here, 1: there}, 3, 5

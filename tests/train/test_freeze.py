@@ -116,7 +116,9 @@ def test_what_cannot_be_frozen_is_refused(folder: Path, frozen: str, says: str) 
 
 def test_a_tied_name_is_refused(folder: Path) -> None:
     run = load(folder, '["head.*"]', model__tied="true")
-    with pytest.raises(ConfigError, match=r'another name of a tied parameter.*"embedding.weight"'):
+    with pytest.raises(
+        ConfigError, match=r'another name of the tied parameter.*"embedding.weight"'
+    ):
         build_skeleton(run)
 
 

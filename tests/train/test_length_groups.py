@@ -106,7 +106,7 @@ def test_a_dataset_says_what_its_lengths_are() -> None:
         class Wrong(Words):
             lengths = wrong
 
-        with pytest.raises(Refusal, match=r"lengths = '\w+': are no 103 finite numbers"):
+        with pytest.raises(Refusal, match=r"lengths = '\w+': are not 103 finite numbers"):
             loader(Wrong())
 
 
@@ -172,11 +172,11 @@ def test_other_batches_are_seen(name: str, tmp_path: Path) -> None:
     [
         (
             'build = "weft.data:stdlib", group_by_length = 3',
-            r"data.group_by_length = 3: is for samples of several lengths.*Set data.collate",
+            r"data.group_by_length = 3: needs samples of several lengths.*Set data.collate",
         ),
         (
             'stream = ["run.toml"], collate = "MODULE:padded", group_by_length = 3',
-            "data.group_by_length = 3: sorts samples by length, and an iterable's are not known",
+            "data.group_by_length = 3: sorts samples by length, and an iterable's lengths are",
         ),
     ],
 )

@@ -134,7 +134,7 @@ def test_what_a_tracker_missed_comes_when_it_answers(
     train_with(tracker, run, monkeypatch)
     expected = [(line.pop("step"), line) for line in lines(run)]
     assert tracker.got == [("open", 0), *expected, ("ended",)] and len(expected) == 6
-    said = "tracker: ConnectionError: nobody is here; metrics.jsonl has all that it lacks"
+    said = "tracker: ConnectionError: nobody is here; metrics.jsonl has all metrics"
     assert capfd.readouterr().out.count(said) == 1
 
 
@@ -160,8 +160,12 @@ def test_a_tracker_that_never_answers_does_not_stall_the_run(
         ("wandb", "wandb", 'needs the package wandb. Install it: pip install "weft\\[wandb\\]"'),
         ("mlflow", "mlflow", 'the package mlflow. Install it: pip install "weft\\[mlflow\\]"'),
         ("tensorboard", "tensorboard", "needs the package tensorboard"),
-        ("wandd", "", "train.loggers = 'wandd': is no logger. Did you mean \"wandb\""),
-        ({"name": "csv", "file": "a"}, "", "train.loggers.file = 'a': is no argument of csv"),
+        ("wandd", "", "train.loggers = 'wandd': is not a logger. Did you mean \"wandb\""),
+        (
+            {"name": "csv", "file": "a"},
+            "",
+            "train.loggers.file = 'a': is not a known argument of csv",
+        ),
         ({"project": "a"}, "", "has no name"),
     ],
 )

@@ -152,7 +152,10 @@ def test_a_schedule_of_the_users_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("counts", "returns 200 for step 199, and 1 where steps are asked for in another order"),
+        (
+            "counts",
+            "returns 200 for step 199, and 1 when it is called for the steps in another order",
+        ),
         ("negative", "its function returns -1.0 for step 2"),
         ("nothing", "returns NoneType, which cannot be called"),
         ("text", "its function fails at step 0: ValueError"),

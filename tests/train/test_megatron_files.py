@@ -69,14 +69,20 @@ def change(path: Path, at: int, value: bytes) -> None:
     [
         (lambda p: p.with_suffix(".bin").unlink(), "there is no file .*corpus.bin"),
         (lambda p: p.with_suffix(".idx").unlink(), "there is no file .*corpus.idx"),
-        (lambda p: p.with_suffix(".idx").write_bytes(b""), "does not begin as an index does"),
-        (lambda p: change(p.with_suffix(".idx"), 0, b"X"), "does not begin as an index does"),
+        (
+            lambda p: p.with_suffix(".idx").write_bytes(b""),
+            "does not begin with the header of an index",
+        ),
+        (
+            lambda p: change(p.with_suffix(".idx"), 0, b"X"),
+            "does not begin with the header of an index",
+        ),
         (lambda p: change(p.with_suffix(".idx"), 9, b"\x02"), "of version 2"),
         (lambda p: change(p.with_suffix(".idx"), 17, b"\x07"), "the dtype code 7"),
         (lambda p: change(p.with_suffix(".idx"), 25, b"\x7f"), "is cut short"),
         (lambda p: change(p.with_suffix(".idx"), 34, b"\x02"), "do not lie one after the other"),
         (lambda p: change(p.with_suffix(".idx"), -8, b"\x09"), "sequences that are not there"),
-        (lambda p: p.with_suffix(".bin").write_bytes(b"123"), "has not the 20 bytes"),
+        (lambda p: p.with_suffix(".bin").write_bytes(b"123"), "does not have the 20 bytes"),
     ],
 )
 def test_files_that_are_none_are_refused(

@@ -53,14 +53,14 @@ def test_it_is_written_where_memory_is_at_an_end(tmp_path: Path, calls: list[str
         raise torch.OutOfMemoryError(OUT)
     said = str(caught.value)
     assert said.startswith(f"rank 0: {OUT.partition(' Process')[0]}")
-    assert f"{tmp_path}/memory-0.pickle has what holds it" in said and "\n" not in said
+    assert f"{tmp_path}/memory-0.pickle shows what uses the memory" in said and "\n" not in said
     written = pickle.loads((tmp_path / "memory-0.pickle").read_bytes())
     assert written == ["record", "step 1"]
 
 
 def test_without_it_the_line_says_how(tmp_path: Path, calls: list[str]) -> None:
     snapshot = MemorySnapshot(None, tmp_path)
-    with pytest.raises(WeftError, match=r"train\.memory_snapshot = 3 would write"), snapshot():
+    with pytest.raises(WeftError, match=r"train\.memory_snapshot = 3 would record"), snapshot():
         raise torch.OutOfMemoryError(OUT)
     assert calls == [] and not [*tmp_path.iterdir()]
 

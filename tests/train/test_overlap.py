@@ -132,9 +132,9 @@ def test_the_command(profile: Path, tmp_path: Path) -> None:
     ElementTree.fromstring(image.read_text())
     other = tmp_path / "trace.json"
     for content, message in (
-        ("{", "is no profile of a run (JSONDecodeError"),
-        ("[1]", "is no profile of a run (TypeError"),
-        ('{"traceEvents": [3]}', "is no profile of a run (AttributeError"),
+        ("{", "is not a profile of a run (JSONDecodeError"),
+        ("[1]", "is not a profile of a run (TypeError"),
+        ('{"traceEvents": [3]}', "is not a profile of a run (AttributeError"),
         ('{"traceEvents": []}', "has no steps in which a rank computes"),
     ):
         other.write_text(content)
@@ -143,8 +143,11 @@ def test_the_command(profile: Path, tmp_path: Path) -> None:
     for args, message in (
         (["--profile", str(tmp_path / "none.json")], "cannot be read"),
         (["--profile", str(profile), "--out", "x.csv"], "Name a .svg or a .json"),
-        (["--profile", str(profile), "--layout", "tp2"], "--layout = 'tp2': is of --plan alone"),
-        (["--profile", str(profile), "--plan", "run.toml"], "stands beside --plan"),
+        (
+            ["--profile", str(profile), "--layout", "tp2"],
+            "--layout = 'tp2': applies only to --plan",
+        ),
+        (["--profile", str(profile), "--plan", "run.toml"], "cannot be drawn together with --plan"),
     ):
         refused = run(*args)
         assert refused.exit_code == 2 and message in " ".join(refused.output.split())

@@ -192,5 +192,7 @@ def test_a_run_is_the_same_with_processes_that_read(tmp_path: Path) -> None:
 
 def test_prefetch_needs_processes(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(TINY)
-    with pytest.raises(Refusal, match=r"data.prefetch = 4: is of data.workers.*Set data.workers"):
+    with pytest.raises(
+        Refusal, match=r"data.prefetch = 4: applies only to data.workers.*Set data.workers"
+    ):
         load_run(tmp_path / "run.toml", {"data.prefetch": "4"})

@@ -198,7 +198,9 @@ def test_what_is_refused(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyP
         build.build_skeleton(mistyped)
     run = begun(tmp_path, base, LORA)
     bare = {"hf": str(base), "quantize": "int8"}
-    with pytest.raises(Refusal, match=r"model.quantize = 'int8': is for the frozen weights beside"):
+    with pytest.raises(
+        Refusal, match=r"model.quantize = 'int8': applies to the frozen weights beside"
+    ):
         keys = ", ".join(f"{key} = {json.dumps(value)}" for key, value in bare.items())
         begun(tmp_path, base, LORA, model=f"{{ {keys} }}")
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)

@@ -139,7 +139,7 @@ def broken(output: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     [
         ({"checkpoint__every": 0}, "there would be no checkpoint to go back to"),
         ({"sync__name": "bmuf", "sync__period": 4}, "replicas under bmuf are at different steps"),
-        ({"pipeline__schedule": "pipedream"}, "pipedream keeps older weights"),
+        ({"pipeline__schedule": "pipedream"}, "pipedream keeps older versions of the weights"),
     ],
 )
 def test_where_it_cannot_go_back(tmp_path: Path, more: dict[str, Any], says: str) -> None:

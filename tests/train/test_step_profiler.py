@@ -93,7 +93,7 @@ def test_a_run_without_other_ranks_is_profiled_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["", "0", "5-3", "2-x", "-3", "all"])
 def test_what_are_no_steps_is_refused(tmp_path: Path, value: str) -> None:
-    with pytest.raises(ConfigError, match=r"are no steps. Write one step or two") as caught:
+    with pytest.raises(ConfigError, match=r"is neither one step nor a range") as caught:
         make(tmp_path, train__profile=value)
     assert caught.value.field == "train.profile"
 
@@ -108,7 +108,7 @@ def test_a_profile_and_a_trace_do_not_go_together(tmp_path: Path) -> None:
     given = [str(tmp_path / "run.toml"), "--trace", "--set", 'train.profile="1"']
     result = CliRunner().invoke(app, ["train", *given])
     assert result.exit_code == 2
-    assert "--trace = True: both record what stages do" in result.output
+    assert "--trace = True: --trace and train.profile both record the stages" in result.output
 
 
 def span(name: str, start: float, length: float, thread: int = 1) -> dict[str, Any]:

@@ -216,9 +216,9 @@ def test_windows_go_on_from_their_state(files: str) -> None:
     [
         ({"paths": "no*.jsonl"}, "stream = 'no.*no file matches"),
         ({"paths": __file__}, r"files end in .py. Give files of one of .jsonl"),
-        ({"column": "txt"}, "column = 'txt': is no column of text.*mean \"text\""),
+        ({"column": "txt"}, "column = 'txt': is not a column of text.*mean \"text\""),
         ({"end": "<end>"}, "end = '<end>': is not one token"),
-        ({"seq_len": 0}, "seq_len = 0: is no length"),
+        ({"seq_len": 0}, "seq_len = 0: is not a number of tokens"),
         ({"split": "valid"}, "split = 'valid'"),
     ],
 )

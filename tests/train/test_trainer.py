@@ -600,7 +600,7 @@ def test_an_unwritable_folder_is_refused(tmp_path: Path) -> None:
 def test_a_split_smaller_than_a_batch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         DataError,
-        match=r"has 7 samples, less than one batch. Use a batch of at most 7, or more data",
+        match=r"has 7 samples, fewer than one batch. Use a batch of at most 7, or more data",
     ):
         train(make(tmp_path, data__size=7), False)
 

@@ -312,7 +312,7 @@ OF_FAMILIES: dict[str, Advice] = {
     "levit": Advice(  # a batch norm stands after each linear
         of_family("levit", "image-classification"),
         "tp2",
-        r"in this model: along .* do not stay apart .* Use dp or fsdp\.$",
+        r"in this model: in its .* stay separate .* Use dp or fsdp\.$",
         on("dp2", "fsdp2"),
     ),
     "vit": Advice(
@@ -567,7 +567,7 @@ def test_roles_are_declared_where_no_sample_shows_them(pool: Any) -> None:
 @pytest.mark.parametrize("net", [advised.ColumnAlone, advised.NormedBetween])
 def test_no_roles_are_advised_where_the_forward_shows_none(net: type[nn.Module]) -> None:
     subject = Subject(net, features, mse)
-    with pytest.raises(Refusal, match=r"in this model: along .* do not stay apart .* or fsdp\.$"):
+    with pytest.raises(Refusal, match=r"in this model: in its .* stay separate .* or fsdp\.$"):
         subject.case().lay(subject.build(), "tp2")
     with pytest.raises(Refusal, match="declare a column and the row"):  # there might be some
         weft.plan(subject.build(), "tp2", batch=8, loss=mse)
@@ -576,5 +576,5 @@ def test_no_roles_are_advised_where_the_forward_shows_none(net: type[nn.Module])
 @pytest.mark.parametrize("name", ["gat", "s4d"])
 def test_no_roles_are_advised_past_indices_and_spectra(name: str) -> None:
     subject = REPOSITORIES[name]
-    with pytest.raises(Refusal, match=r"in this model: along .* do not stay apart .* or fsdp\.$"):
+    with pytest.raises(Refusal, match=r"in this model: in its .* stay separate .* or fsdp\.$"):
         subject.case().lay(subject.build(), "tp2")

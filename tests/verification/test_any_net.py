@@ -55,40 +55,43 @@ REFUSED: dict[tuple[str, str], str] = {
     (
         "loop-experts",
         "pp2",
-    ): "crosses between stages, and was int64|follows from elements of another",
+    ): "is sent between stages, and was int64|follows from elements of another",
     ("max-norm", "dp2"): "embedding.weight is changed by the model's forward, and ranks",
-    ("max-norm", "fsdp2"): "embedding.weight is changed by the model's forward, and what",
+    ("max-norm", "fsdp2"): "embedding.weight is changed by the model's forward, and fsdp",
     **{("max-norm", at): "need the whole table" for at in TP},
     **{("running-mean", at): "mean is changed by the model's forward, and" for at in SAMPLES},
     **{("reassigned", at): "mean is changed by the model's forward, and" for at in SAMPLES},
-    ("clamped", "fsdp2"): "first.weight is changed by the model's forward, and what",
+    ("clamped", "fsdp2"): "first.weight is changed by the model's forward, and fsdp",
     **{
         (f"{kind}-dropout", at): "draws random numbers by a function of torch"
         for kind in ("lstm", "gru")
         for at in ("dp2", "fsdp2", "pp2")
     },
-    ("siamese", "pp2"): "the model 0 modules that are called once",
-    ("multi-period", "pp2"): "the model 0 modules that are called once",
-    ("skip-gram", "pp2"): "the model 1 modules that are called once",
-    ("pixel-cnn", "fsdp2"): "net.0.weight is changed by the model's forward, and what",
-    ("byol", "fsdp2"): "target.0.weight is changed by the model's forward, and what",
+    ("siamese", "pp2"): "the model has only 0 modules",
+    ("multi-period", "pp2"): "the model has only 0 modules",
+    ("skip-gram", "pp2"): "the model has only 1 modules",
+    ("pixel-cnn", "fsdp2"): "net.0.weight is changed by the model's forward, and fsdp",
+    ("byol", "fsdp2"): "target.0.weight is changed by the model's forward, and fsdp",
     ("byol", "pp2"): "is changed by the forward, and stages 0 and 1 use it",
     **{("glow", at): "flows.0.* is changed by the model's forward, and" for at in SAMPLES},
     ("glow", "dp2"): "flows.0.initialized is changed by the model's forward, as",
     ("glow", "dp2.tp2"): "flows.0.initialized is changed by the model's forward, as",
     ("root-experts", "pp2"): "into Python: `if rows.any",
-    **{("hamiltonian", at): "differentiates through modules of which ranks" for at in TP},
+    **{("hamiltonian", at): "computes gradients through modules that are sharded" for at in TP},
     ("hamiltonian", "pp2"): "made by something that is no PyTorch function",
     ("stochastic-depth", "pp2"): "into Python",
     **{("lazy", at): "no shape before the first forward" for at in LAYOUTS},
     **{("made-later", at): "is made by the first forward" for at in LAYOUTS},
     **{("frozen", at): "none of its parameters is trainable" for at in LAYOUTS},
     ("old-registers", "pp2"): "it runs inside torch.utils.checkpoint",
-    ("checkpointed-conv", "pp2"): "once more in backward, which a pipeline runs in another order",
-    ("transformer-xl", "pp2"): "the model 0 modules that are called once",
+    ("checkpointed-conv", "pp2"): "backward changes it again, and a pipeline runs backward",
+    ("transformer-xl", "pp2"): "the model has only 0 modules",
     ("task-hyper", "pp2"): "is another stage.s, and .* does not run without it",
     ("swish", "pp2"): "made by something that is no PyTorch function",
-    **{("scripted", at): "is compiled by torch.jit: it takes no hooks" for at in LAYOUTS},
+    **{
+        ("scripted", at): "is compiled by torch.jit, so weft can neither add hooks"
+        for at in LAYOUTS
+    },
     **{("takes-dict", at): "is called with batch, and a sample holds x, target" for at in LAYOUTS},
 }
 

@@ -233,7 +233,7 @@ def test_each_kind_that_is_left_whole_is_said_once(pool: Any) -> None:
 def test_a_declared_role_that_does_not_run_is_refused_with_advice_that_works() -> None:
     roles = {f"blocks.*.self_attn.{name}_proj": "column" for name in "qkv"}
     roles |= {"blocks.*.self_attn.o_proj": "row"}
-    with pytest.raises(UnsupportedModel, match=r"blocks\.0\.self_attn.*does not run on its part"):
+    with pytest.raises(UnsupportedModel, match=r"blocks\.0\.self_attn.*fails on a rank's shard"):
         plan(Decoder(Fixed), roles=roles)
     assert plan(Decoder(Fixed), roles=dict.fromkeys(roles, "whole")).notes
 

@@ -298,9 +298,11 @@ def test_what_the_report_says() -> None:
 
 def test_what_no_definition_tells_is_refused(pool: Pool) -> None:
     """Batch norms that mix replicas; and signs of what is rounding alone: a bias before a norm."""
-    with pytest.raises(ConfigError, match="its batch norms take the samples of all replicas"):
+    with pytest.raises(
+        ConfigError, match="the model's batch norms take the samples of all replicas"
+    ):
         run_coded(case_of("int8", name="convnet"), "dp2", STEPS)
-    with pytest.raises(ConfigError, match="numbers that are rounding alone"):
+    with pytest.raises(ConfigError, match="numbers that are only rounding"):
         run_coded(before_a_norm(), "dp2", STEPS)
 
 

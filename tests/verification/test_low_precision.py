@@ -192,10 +192,10 @@ def test_verify_in_bf16() -> None:
 
 def test_what_is_not_verified_in_bf16_is_refused() -> None:
     batch = global_batch(SUBJECTS["decoder"], 0)
-    with pytest.raises(ConfigError, match="is not what layouts are verified in"):
+    with pytest.raises(ConfigError, match="is not a precision in which verify runs"):
         verify(tiny, "dp2", batch, loss=next_token, precision="fp8")
     adam = partial(torch.optim.Adam, lr=1e-3)
     with pytest.raises(ConfigError, match=r"Adam.*verified with SGD.*leave it out"):
         verify(tiny, "dp2", batch, loss=next_token, precision="bf16", optimizer=adam)
-    with pytest.raises(ConfigError, match="updates weights late"):
+    with pytest.raises(ConfigError, match="updates weights with a delay"):
         verify(tiny, "pp2+pipedream", batch, loss=next_token, precision="bf16")

@@ -215,7 +215,7 @@ def test_a_model_without_linears_to_pair_is_refused() -> None:
 
 
 def test_sequence_is_refused_where_a_block_counts_positions_itself() -> None:
-    with pytest.raises(UnsupportedModel, match="in its block's own forward"):
+    with pytest.raises(UnsupportedModel, match="part of its block's own forward"):
         laid(SUBJECTS["vit"], seeded(ViT), "tp2+sequence")
 
 

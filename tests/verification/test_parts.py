@@ -166,7 +166,7 @@ REFUSED: list[tuple[str, dict[str, str], str]] = [
     (
         "fsdp2.tp2",
         {"vision": "dp"},
-        'dp is no axis that a part can name. Write fsdp, tp, vp.*"whole"',
+        'dp is not an axis that a part can name. Write those of fsdp, tp, vp that.*"whole"',
     ),
     ("fsdp2.tp2", {"vision": "tp+fsdp"}, "not sharded over the ranks of tp and fsdp together"),
     ("fsdp2.tp2", {"vision": "fsdp2"}, "does not name axes"),
@@ -175,9 +175,9 @@ REFUSED: list[tuple[str, dict[str, str], str]] = [
     ("fsdp2.tp2", {"*": "fsdp", "vision": "tp"}, "lines above it hold all its weights"),
     ("fsdp2.tp2", {"*": "fsdp+tp"}, "no part is left for tp to divide. Name tp in one"),
     ("fsdp2.tp2", {"*": "tp"}, "no part is left for fsdp to divide.*write dp"),
-    ("fsdp2.tp2", {"*.k_norm": "fsdp+tp"}, "another gradient on each rank of tp"),
+    ("fsdp2.tp2", {"*.k_norm": "fsdp+tp"}, "a different gradient on each rank of tp"),
     ("fsdp1.tp2", {"vision": "fsdp+tp"}, "fsdp has one rank"),
-    ("pp2.fsdp2", {"vision": "pp"}, "pp is no axis that a part can name"),
+    ("pp2.fsdp2", {"vision": "pp"}, "pp is not an axis that a part can name"),
 ]
 
 
@@ -199,7 +199,7 @@ def test_a_role_inside_of_a_whole_part_is_refused() -> None:
     roles = {"vision.*.qkv": "column", "vision.*.proj": "row"}
     subject = towers({"vision": "fsdp"})
     subject = replace(subject, plan=(*subject.plan, ("roles", roles)))
-    with pytest.raises(Refusal, match=r'it is whole, by layout\.parts\."vision"'):
+    with pytest.raises(Refusal, match=r'it is kept whole by layout\.parts\."vision"'):
         laid(subject, seeded(subject.build), "fsdp2.tp2")
 
 
@@ -207,7 +207,7 @@ def test_a_codec_is_refused_beside_parts() -> None:
     subject = towers({"head": "whole"})
     sync = make_sync("allreduce", codec="bf16")
     subject = replace(subject, plan=(*subject.plan, ("sync", sync)))
-    with pytest.raises(Refusal, match="nor through a codec"):
+    with pytest.raises(Refusal, match="and without a codec"):
         laid(subject, seeded(subject.build), "fsdp2")
 
 

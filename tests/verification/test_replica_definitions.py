@@ -223,7 +223,9 @@ def test_a_long_period_is_shortened_and_the_report_says_so() -> None:
     assert "period 4 in place of 100" in report.text()
     assert "delay 3 in place of 30" in report.text()
     assert "after 11 steps" in report.text()
-    assert report.text().count("not audited       what replicas that step by themselves") == 1
+    assert (
+        report.text().count("not audited       messages of replicas that step independently") == 1
+    )
     assert report.results[1].definition == ""
     as_it_is = sync.make_sync("local_sgd", period=MOST_STEPS // 2)
     assert isinstance(as_it_is, LocalSteps) and shortened(as_it_is) == as_it_is
@@ -231,7 +233,7 @@ def test_a_long_period_is_shortened_and_the_report_says_so() -> None:
 
 def test_a_method_without_a_definition_is_refused() -> None:
     made = replace(sync.make_sync("local_sgd"), name="lookahead")  # type: ignore[type-var]
-    with pytest.raises(ConfigError, match=r"lookahead.*has no definition to be held to"):
+    with pytest.raises(ConfigError, match=r"lookahead.*has no sequential definition"):
         run_replicas(with_sync("decoder", made).case(), "dp2", 2)
     independent = [n for n, make in registry_of().items() if make == LocalSteps]
     assert set(independent) == RULES.keys()

@@ -193,9 +193,9 @@ def test_the_table_says_what_is_trained(tmp_path: Path) -> None:
     assert "with --deep: validation" in servers
     resumes_so = "saving; resuming on the same layout, in its own order"
     assert f"with --deep: {resumes_so}" in servers
-    never = "resuming parameter_server bit for bit: no order of updates comes again"
+    never = "resuming parameter_server bit for bit: updates never come in the same order again"
     assert f"not checked: {never}" in servers
-    assert "not checked: messages between replicas that step by themselves" in servers
+    assert "not checked: messages between replicas that step independently" in servers
     falls = "learning rate: 60 steps of warm-up, cosine"
     assert f"with --deep: {falls}" in servers
     assert f"with --deep: {falls}" in table(SYNCS["streaming"])

@@ -154,7 +154,7 @@ def test_rounding_that_grows_is_no_alarm(pool: Any) -> None:
     told = result_table(last, STEPS)
     assert "rounding          grows in this run: " in told, told
     report = VerifyReport((last,), STEPS)
-    assert "or below what rounding makes of them where it grows" in report.verdict()
+    assert "or below the measured rounding where rounding grows" in report.verdict()
     assert '"widened"' in report.json()
 
 

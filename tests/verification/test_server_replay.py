@@ -225,5 +225,5 @@ def test_what_the_report_says() -> None:
 
 
 def test_an_order_for_each_rank_of_a_replica_is_refused() -> None:
-    with pytest.raises(ConfigError, match="each rank of a replica has a server"):
+    with pytest.raises(ConfigError, match="each rank of a replica has its own server"):
         replayed_reference(case_of(), "dp2.tp2", 3)

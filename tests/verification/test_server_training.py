@@ -112,5 +112,5 @@ def test_a_fault_is_seen(defined: TrainingDefinition, tmp_path: Path, name: str)
 
 def test_servers_of_several_ranks_are_refused(tmp_path: Path) -> None:
     _, case, *_ = deep_case(load(tmp_path))
-    with pytest.raises(ConfigError, match="each rank of a replica has a server"):
+    with pytest.raises(ConfigError, match="each rank of a replica has its own server"):
         check_deep("dp2.tp2", case.lay(case.model(), "dp2.tp2"))

@@ -60,7 +60,7 @@ def save(engine: Saved, folder: str | Path, *, keep: int = 3, seed: int = 0) -> 
     if plan.replicas_step_independently:
         problem, fix = (
             "its replicas are at different steps",
-            "train by weft train, which saves each",
+            "train with weft train, which saves each replica",
         )
         raise CheckpointError("sync.name", plan.sync and plan.sync.name, problem, fix)
     scalars = {**order_scalars(plan.batch, seed), **engine.scalars()}
@@ -115,7 +115,7 @@ def _check_steps(contents: CheckpointIndex, folder: Path) -> None:
     """Refuse a checkpoint whose engine had taken other steps than it is called by."""
     done = contents.scalars.get("steps_done")
     if type(done) is not int or done != contents.step:
-        problem = f"the checkpoint of step {contents.step} says of its steps_done: {done!r}"
+        problem = f"the checkpoint of step {contents.step} has steps_done = {done!r}"
         raise CheckpointError("checkpoint", str(folder), problem, _ANOTHER)
 
 

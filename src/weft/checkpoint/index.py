@@ -126,7 +126,7 @@ def read_index(folder: Path, step: int | None = None) -> CheckpointIndex:
         )
         fix = "check the path; a run saves checkpoints if checkpoint.every is set"
         if here:
-            fix = f"here are steps: {here}"
+            fix = f"the steps here are {here}"
         raise CheckpointError("checkpoint", str(folder), f"{wanted} is here", fix)
     return _read_index(checkpoint_path(folder, chosen) / INDEX_FILE, chosen)
 

@@ -157,7 +157,7 @@ def check_size(path: Path, file: StoredFile) -> None:
     except OSError as error:
         raise DamagedCheckpoint("checkpoint", str(path), str(error), COPY_AGAIN) from error
     if found is None:
-        problem = "is no regular file" if path.exists() else "the file is missing"
+        problem = "is not a regular file" if path.exists() else "the file is missing"
         raise DamagedCheckpoint("checkpoint", str(path), problem, COPY_AGAIN)
     if found != file.size_bytes:
         problem = f"has {found} bytes where {file.size_bytes} were written"

@@ -76,15 +76,15 @@ def export(
     ] = False,
     no_code: NoCode = False,
 ) -> None:
-    """Write a run's weights as a directory that transformers' from_pretrained loads; of a run that
-    trains an adapter those of the adapter, as peft loads them."""
+    """Write a run's weights as a directory that transformers' from_pretrained loads; for a run with
+    an adapter, write the adapter as peft loads it."""
     with exit_codes():
         if no_code:
             rule_out_code()
         from weft.train import DTYPES, export_weights
 
         if dtype is not None and dtype not in DTYPES:
-            raise ConfigError("--dtype", dtype, "is no dtype", nearest(dtype, DTYPES))
+            raise ConfigError("--dtype", dtype, "is not a dtype", nearest(dtype, DTYPES))
         found = export_weights(folder, to, _number(folder, step), dtype, merge=merge, averaged=ema)
         say(
             f"step {found.step}: {found.tensors} tensors, {found.nbytes:,} B, in {found.files}"
@@ -99,7 +99,7 @@ def _number(folder: Path, step: str | None) -> int | None:
     if step.isdecimal():
         return int(step)
     if step != "best":
-        raise ConfigError("--step", step, "is no step", "write a number, or best")
+        raise ConfigError("--step", step, "is not a step", "write a number, or best")
     from weft.train import best_step
 
     return best_step(folder)
@@ -114,7 +114,12 @@ def import_(
         ),
     ],
     run_file: Annotated[
-        Path, typer.Option("--run", metavar="RUN.toml", help="The run that starts with it.")
+        Path,
+        typer.Option(
+            "--run",
+            metavar="RUN.toml",
+            help="The run file of the run that starts from these weights.",
+        ),
     ],
     settings: Settings = None,
     output: Output = None,

@@ -135,10 +135,14 @@ def draw(
         ),
     ] = "25e9",
     latency: Annotated[
-        str, typer.Option(help="Seconds of a message of a collective before its bytes; likewise.")
+        str,
+        typer.Option(
+            help="Latency of a collective's message in seconds; or two numbers: within a node,"
+            " between nodes."
+        ),
     ] = "1e-5",
     local: Annotated[
-        int, typer.Option(help="Neighbouring ranks of a node; 0: all are in one.", min=0)
+        int, typer.Option(help="Number of ranks on each node; 0: all ranks are on one node.", min=0)
     ] = 0,
     out: Annotated[
         Path | None,
@@ -243,14 +247,14 @@ def _check_options(ctx: typer.Context, **things: object) -> None:
     drawn, *others = named
     if others:
         fix, value = "draw one after the other", named[others[0]]
-        problem = f"stands beside {drawn}"
+        problem = f"cannot be drawn together with {drawn}"
         raise ConfigError(others[0], value if isinstance(value, list) else str(value), problem, fix)
     for param in ctx.command.params:
         name, owners = param.name or "", [k for k, own in OWN_OPTIONS.items() if param.name in own]
         source = ctx.get_parameter_source(name)
         given = source is not None and source.name == "COMMANDLINE"
         if given and owners and drawn not in owners:
-            problem = f"is of {' and '.join(owners)} alone"
+            problem = f"applies only to {' and '.join(owners)}"
             raise ConfigError(param.opts[0], ctx.params[name], problem, "leave it out")
 
 
@@ -276,6 +280,6 @@ def _numbers(option: str, text: str) -> float | tuple[float, ...]:
         found = tuple(map(float, text.split(",")))
     except ValueError:
         raise ConfigError(
-            option, text, "neither a number nor a list of numbers", "write 1.5 or 1,2,1,1"
+            option, text, "is neither a number nor a list of numbers", "write 1.5 or 1,2,1,1"
         ) from None
     return found if len(found) > 1 else found[0]

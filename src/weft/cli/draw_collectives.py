@@ -54,8 +54,10 @@ def two_networks(option: str, values: float | tuple[float, ...]) -> tuple[float,
     """What is given within a node and between nodes: one number for both. Raises ConfigError."""
     pair = values if isinstance(values, tuple) else (values, values)
     if len(pair) != 2:
-        problem = "not a number for each network"
-        raise ConfigError(option, pair, problem, "give one, or two: within a node, between nodes")
+        problem = "not one number, or one for each network"
+        raise ConfigError(
+            option, pair, problem, "give one number, or two: within a node, between nodes"
+        )
     return pair[0], pair[1]
 
 
@@ -79,4 +81,4 @@ def _whole_number(option: str, value: str) -> int:
     try:
         return int(value)
     except ValueError:
-        raise ConfigError(f"--set {option}", value, "no whole number", "write one") from None
+        raise ConfigError(f"--set {option}", value, "not a whole number", "write one") from None

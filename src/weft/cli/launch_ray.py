@@ -57,7 +57,10 @@ def _run(run: RunConfig, ray: Any) -> None:
     except (ConnectionError, ValueError) as error:
         at = os.environ.get("RAY_ADDRESS")
         raise ConfigError(
-            "RAY_ADDRESS", at, f"no Ray answers ({error})", "name one that runs, or unset it"
+            "RAY_ADDRESS",
+            at,
+            f"no Ray cluster answers ({error})",
+            "name one that runs, or unset it",
         ) from None
     try:
         needed = _worker_resources(run, ray.cluster_resources())
@@ -101,7 +104,9 @@ def _worker_resources(run: RunConfig, there: dict[str, float]) -> dict[str, floa
         )
     asked, gpus = run.train.backend, there.get("GPU", 0)
     if asked not in ("auto", "gloo") and (run.workers or gpus < world):
-        problem = f"NCCL takes a GPU for each of {world} ranks, and Ray has {gpus:g}"
+        problem = (
+            f"NCCL needs a GPU for each of {world} ranks, and the number of Ray's GPUs is {gpus:g}"
+        )
         raise ConfigError("train.backend", asked, problem, 'use "gloo", or fewer ranks')
     on_gpus = asked != "gloo" and not run.workers and gpus >= world
     return {"CPU": threads, **({"GPU": 1} if on_gpus else {})}

@@ -47,7 +47,7 @@ NoCode = Annotated[
     typer.Option(
         "--no-code",
         envvar=NO_CODE,
-        help="Refuse a run file that names code of others than weft, before it is imported.",
+        help="Refuse a run file that names code from outside weft, before importing that code.",
     ),
 ]
 Era = Annotated[

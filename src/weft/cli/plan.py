@@ -129,4 +129,7 @@ def plan(
                 say(f"\nwritten: {out}{next_step}")
             elif fits:
                 name = f"{path.stem}-{report.question.cluster.hardware.name}.toml"
-                say(f"\nto train so: the same with --out {name}, then weft train {name}")
+                say(
+                    f"\nto train this plan: the same command with --out {name}, then weft train"
+                    f" {name}"
+                )

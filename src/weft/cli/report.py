@@ -45,7 +45,7 @@ def report(
         named = folders or []
         if plan is not None:
             if named:
-                problem = "is given with --plan"
+                problem = "cannot stand beside --plan"
                 raise ConfigError("RUN_DIR", str(named[0]), problem, "leave one of them out")
             page, beside = plan_page(read_figures(plan)), Path(f"{plan.stem}.html")
             where = out or (beside if str(plan) == "-" else plan.with_suffix(".html"))

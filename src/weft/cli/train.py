@@ -80,13 +80,18 @@ def train(
             )
             raise ConfigError(given, value, lacks, "write --nodes 4 --rdzv HOST:PORT")
         if resume and auto_resume:
-            raise ConfigError("--auto-resume", True, "is not --resume", "give one of them")
+            raise ConfigError(
+                "--auto-resume", True, "cannot stand beside --resume", "give one of them"
+            )
         if trace and run.workers:
             raise ConfigError(
-                "--trace", trace, "shows stages, and [workers] has none", "leave it out"
+                "--trace",
+                trace,
+                "shows the stages of a layout, and a run with [workers] has no layout",
+                "leave it out",
             )
         if trace and run.train.profile is not None:
-            problem = "both record what stages do"
+            problem = "--trace and train.profile both record the stages"
             raise ConfigError("--trace", trace, problem, "leave it out, or train.profile")
         if nodes is not None:
             # set before torch is imported: each lost connection prints a page of C++ stacks else

@@ -170,10 +170,10 @@ def _train_as_rank(run: RunConfig, laid: RunConfig, resume: bool, trace: bool, a
     if not again or resume:
         check_output(laid, resume)
     if rank == 0 and ranks != run.world:
-        spare = f", {ranks - world} of them to stand by" if ranks > world else ""
+        spare = f", {ranks - world} of them as spares" if ranks > world else ""
         log_line(
-            f"{ranks} ranks are here{spare}: layout {laid.layout.axes}, of {run.layout.axes} as"
-            " asked"
+            f"{ranks} ranks are here{spare}: layout {laid.layout.axes}, in place of"
+            f" {run.layout.axes}"
         )
     threads, backend = run.train.threads, _backend(run, local_world_size())
     if worlds:
@@ -198,7 +198,7 @@ def _train_as_rank(run: RunConfig, laid: RunConfig, resume: bool, trace: bool, a
         if AGENT not in os.environ or "by peer" not in str(error):
             raise
         log_line(
-            f"rank {rank}: a rank that it was connected to has gone"
+            f"rank {rank}: a rank that it was connected to has ended"
         )  # which says itself why, if it can
         raise SystemExit(1) from None
     if ranks > world:
@@ -285,17 +285,14 @@ def world_size_error(
     """There are not as many ranks as the run has: `value` of them, or `what`."""
     here = f"and there are {what or value}"
     if run.workers:
-        problem = f"a driver and {', '.join(run.workers)} are {run.world} processes, {here}"
+        problem = f"a driver and {', '.join(run.workers)} need {run.world} processes, {here}"
         return LayoutError(field, value, problem, f"use {run.world}")
     fix = f'use {run.world} ranks, or a layout of as many ranks as there are, such as "dp{value}"'
     return LayoutError(field, value, f"layout {run.layout.axes} has {run.world} ranks, {here}", fix)
 
 
 def _fixed_layout_error(run: RunConfig) -> ConfigError:
-    problem = (
-        f"replicas under {run.sync.name} go on by themselves without one that fails, and keep the"
-        " layout"
-    )
+    problem = f"replicas under {run.sync.name} continue without a failed one, and keep the layout"
     return ConfigError(
         "sync.name", run.sync.name, problem, "use a fixed number of hosts, or allreduce"
     )

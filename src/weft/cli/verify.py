@@ -30,7 +30,8 @@ def verify(
     precision: Annotated[
         str,
         typer.Option(
-            help="fp64; or as trained, within a few roundings: bf16, fp16, or float8, by emulation."
+            help="fp64; or a training precision, equal within a few roundings: bf16, fp16, or"
+            " float8 (emulated)."
         ),
     ] = "fp64",
     deep: Annotated[
@@ -73,7 +74,7 @@ def verify(
         run = load(path, settings, further=low, no_code=no_code)
 
         if deep and run.workers:
-            problem = "trains as ranks do, and [workers] has none"
+            problem = "trains with ranks, and a run with [workers] has none"
             raise ConfigError("--deep", deep, problem, "leave it out")
 
         with kept_imports():

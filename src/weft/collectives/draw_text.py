@@ -86,6 +86,6 @@ def _legend(drawn: Sequence[Traffic]) -> str:
     if any(traffic.algorithm.sums for traffic in drawn):
         said.append(translate("0..3: a chunk in which the inputs of ranks 0 and 3 are summed"))
     if any(not traffic.algorithm.sums for traffic in drawn):
-        held = "a chunk that a rank holds has its number, one that it lacks a dot"
+        held = "a number is a chunk that the rank holds, a dot one that it lacks"
         said.append(translate(held))
     return "; ".join(said)

@@ -141,5 +141,5 @@ class Traffic:
 def traffic_of(algorithm: CollectiveAlgorithm, size_bytes: float, links: Links) -> Traffic:
     """Raises ConfigError for a size that is none."""
     if not 0 <= size_bytes < float("inf"):
-        raise ConfigError("--size", size_bytes, "no size of a tensor", "give bytes, as in 100e6")
+        raise ConfigError("--size", size_bytes, "not a number of bytes", "give bytes, as in 100e6")
     return Traffic(algorithm, size_bytes, links)

@@ -38,7 +38,7 @@ class ActionCosts:
     def __post_init__(self) -> None:
         if not 0 <= self.freed_by_b <= 1:
             raise ConfigError(
-                "costs.freed_by_b", self.freed_by_b, "not a share", "use a number from 0 to 1"
+                "costs.freed_by_b", self.freed_by_b, "not a fraction", "use a number from 0 to 1"
             )
 
     def each(self, field: str, count: int) -> tuple[float, ...]:
@@ -52,7 +52,7 @@ class ActionCosts:
                 f"costs.{field}",
                 value,
                 f"{len(numbers)} numbers for {count} {what}",
-                f"give one, or {count}",
+                f"give one number, or {count}",
             )
         if not all(isinstance(n, int | float) and math.isfinite(n) and n >= 0 for n in numbers):
             raise ConfigError(

@@ -50,7 +50,9 @@ class SourceConfig(CallableTable):
 class BlendConfig(SourceConfig):
     """A table of [[data.blend]]"""
 
-    weight: float = Field(gt=0, description="its part of the samples, beside those of the others")
+    weight: float = Field(
+        gt=0, description="its share of the samples, relative to the other sources"
+    )
 
     @model_validator(mode="after")
     def _one(self) -> Self:
@@ -82,16 +84,17 @@ class DataConfig(SourceConfig):
     collate: str | None = Field(
         default=None,
         description=(
-            '"package.module:callable" that makes a batch, a dict of tensors, of a list of samples'
-            " (default: they are stacked)"
+            '"package.module:callable" that makes a batch, a dict of tensors, from a list of'
+            " samples (default: stack them)"
         ),
     )
     group_by_length: int = Field(
         default=0,
         ge=0,
         description=(
-            "batches whose samples are sorted by length together, so that each batch has samples of"
-            " like length, as 50; 0: none. Validation batches are not"
+            "number of batches whose samples are sorted by length together, such as 50, so that"
+            " the samples of a batch have similar lengths; 0: none. Validation batches are not"
+            " sorted"
         ),
     )
     workers: int = Field(
@@ -118,17 +121,19 @@ class DataConfig(SourceConfig):
             blend=self.blend,
         )
         for key, value in self.arguments.items() if self.blend else ():
-            problem = "is beside blend, of which each source has arguments of its own"
+            problem = "cannot stand beside blend, where each source has its own arguments"
             raise table_error(problem, "write it in the tables of [[data.blend]]", **{key: value})
         if self.group_by_length and self.collate is None:
-            problem = "is for samples of several lengths, which no batch has without data.collate"
+            problem = (
+                "needs samples of several lengths, and only data.collate can make batches of those"
+            )
             raise table_error(
                 problem,
                 "set data.collate, or leave it out",
                 group_by_length=self.group_by_length,
             )
         if self.prefetch is not None and not self.workers:
-            problem = "is of data.workers, and there is none"
+            problem = "applies only to data.workers, and there are none"
             raise table_error(
                 problem, "set data.workers, as 2, or leave it out", prefetch=self.prefetch
             )

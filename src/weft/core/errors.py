@@ -134,7 +134,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     if close:
         return f'did you mean "{close[0]}"?'
     if len(words) > MANY:
-        return f"of {len(words)} known: " + ", ".join(
+        return f"the nearest of {len(words)}: " + ", ".join(
             difflib.get_close_matches(word, words, n=5, cutoff=0)
         )
     return "known: " + ", ".join(words)
@@ -162,7 +162,7 @@ def require(field: str, value: object, kind: type, fits: Callable[..., bool], wa
     """
     passes = type(value) is kind or (kind is float and type(value) is int)
     if not passes or (isinstance(value, float) and not math.isfinite(value)) or not fits(value):
-        raise ConfigError(field, value, "cannot be", f"write {wanted}")
+        raise ConfigError(field, value, "is not allowed", f"write {wanted}")
 
 
 def require_known(
@@ -190,6 +190,6 @@ def require_known(
             raise ConfigError(
                 f"{table}.{key}",
                 value,
-                f"is no {what}",
+                f"is not a known {what}",
                 nearest(key, meant) if meant else "leave it out",
             )

@@ -45,7 +45,7 @@ class Layout:
                 )
             if names.count(name) > 1:
                 raise LayoutError(
-                    "layout", str(self), f"axis {name} stands twice", "name each axis once"
+                    "layout", str(self), f"axis {name} is named twice", "name each axis once"
                 )
 
     @classmethod

@@ -54,7 +54,7 @@ class PartAxes:
             raise ConfigError(
                 field_of_part(pattern),
                 text,
-                "does not name axes that divide a part",
+                "does not name axes that can divide the part",
                 'write axes without sizes, as in "fsdp.tp" or "fsdp+tp", or "whole"',
             )
         if len(set(every)) < len(every):

@@ -90,15 +90,16 @@ class ModelConfig(CallableTable):
     adapter: str | dict[str, Any] | None = Field(
         default=None,
         description=(
-            "an adapter of peft, which alone is trained: a directory that peft saved, or arguments"
-            ' of one, as in { r = 8, target_modules = ["q_proj", "v_proj"] } (docs/fine_tuning.md)'
+            "an adapter of peft; only the adapter is trained: a directory that peft saved, or"
+            ' its arguments, as in { r = 8, target_modules = ["q_proj", "v_proj"] }'
+            " (docs/fine_tuning.md)"
         ),
     )
     quantize: Literal["int8", "nf4"] | None = Field(
         default=None,
         description=(
-            '"int8" or "nf4": beside an adapter, the frozen linears hold their weights in 8 bits or'
-            " in 4 (docs/fine_tuning.md)"
+            '"int8" or "nf4": with an adapter, store the weights of frozen linears in 8 or 4'
+            " bits (docs/fine_tuning.md)"
         ),
     )
     freeze: Strings = Field(
@@ -114,7 +115,7 @@ class ModelConfig(CallableTable):
         exactly_one(build=self.build, hf=self.hf)
         if self.quantize is not None and self.adapter is None:
             raise table_error(
-                "is for the frozen weights beside an adapter, and there is none",
+                "applies to the frozen weights beside an adapter, and the run has no adapter",
                 "set model.adapter, or leave it out",
                 quantize=self.quantize,
             )
@@ -145,7 +146,7 @@ class LayoutConfig(TomlTable):
         default={},
         description=(
             'glob of module names -> axes that divide its weights, as in "vision" = "fsdp"'
-            " (docs/layouts.md); the first that matches holds"
+            " (docs/layouts.md); the first match applies"
         ),
     )
     fsdp_units: str | int | tuple[str, ...] = Field(
@@ -161,7 +162,7 @@ class LayoutConfig(TomlTable):
     @classmethod
     def _parse_units(cls, value: object) -> object:
         if (units := parse_units(value)) is None:
-            raise table_error("is no choice of units", UNIT_CHOICES)
+            raise table_error("is not a choice of units", UNIT_CHOICES)
         return units
 
     @field_validator("axes", mode="before")
@@ -202,9 +203,9 @@ class LRScheduleConfig(CallableTable):
     build: str | None = Field(
         default=None,
         description=(
-            '"package.module:callable" that returns a function from a step, the first is 0, to the'
-            " factor of the learning rate, in place of warmup and decay of [train]; it gets `steps`"
-            " if it has that parameter"
+            '"package.module:callable" that returns a function from a step (the first is 0) to'
+            " the factor of the learning rate, in place of warmup and decay of [train]; it gets"
+            " `steps` if it has that parameter"
         ),
     )
 
@@ -212,7 +213,7 @@ class LRScheduleConfig(CallableTable):
     def _named(self) -> Self:
         if self.build is None and self.arguments:
             raise table_error(
-                "names nothing that would take its keys",
+                "has arguments, and no callable that takes them",
                 'write build = "package.module:callable", or leave the table out',
                 **self.arguments,
             )
@@ -230,15 +231,15 @@ class OptimizerConfig(CallableTable):
     build: str | None = Field(
         default=None,
         description=(
-            '"package.module:callable" of (parameters, **arguments) that makes another one, in'
-            " place of name: any class of torch.optim.Optimizer, or a function"
+            '"package.module:callable" of (parameters, **arguments) that makes the optimizer, in'
+            " place of name: a class of torch.optim.Optimizer, or a function"
         ),
     )
     updates_each: Literal["element", "tensor"] | None = Field(
         default=None,
         description=(
-            "how much of a parameter an update by `build` looks at; without it the mark of its"
-            " class, docs/optimizers.md"
+            '"element" or "tensor": how much of a parameter an update by `build` reads (default:'
+            " the mark of its class, docs/optimizers.md)"
         ),
     )
     no_decay: Strings = Field(
@@ -255,8 +256,8 @@ class OptimizerConfig(CallableTable):
     groups: dict[str, dict[str, Any]] = Field(
         default={},
         description=(
-            "glob of parameters -> arguments that differ for them, as in"
-            ' "embedding.*" = { lr = 1e-4 }; the first that matches holds'
+            'glob of parameters -> arguments that differ for them, as in "embedding.*" ='
+            " { lr = 1e-4 }; the first match applies"
         ),
     )
 
@@ -275,7 +276,7 @@ class OptimizerConfig(CallableTable):
         if self.build is not None and self.name is not None:
             raise table_error("is given beside build", "leave one of them out", name=self.name)
         if self.build is None and self.updates_each is not None:
-            fix = "leave it out: of the optimizers that weft knows it is known"
+            fix = "leave it out: weft knows it of its own optimizers"
             raise table_error("has no effect without build", fix, updates_each=self.updates_each)
         return self
 
@@ -292,7 +293,7 @@ class PrecisionConfig(TomlTable):
     float8: Literal["off", "rowwise", "rowwise_with_gw_hp", "tensorwise"] = Field(
         default="off",
         description=(
-            "recipe of torchao by which linears multiply in float8, if computed in bf16"
+            "torchao's recipe for float8 matmuls of linears, if computed in bf16"
             " (docs/precision.md)"
         ),
     )
@@ -470,7 +471,9 @@ def _override(tables: dict[str, Any], key: str, text: str) -> None:
     try:
         nested = tomllib.loads(f"{key} = 0")
     except (ValueError, RecursionError):
-        raise ConfigError("--set", key, "is no dotted key", "write --set table.key=value") from None
+        raise ConfigError(
+            "--set", key, "is not a dotted key", "write --set table.key=value"
+        ) from None
     try:
         parsed = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):

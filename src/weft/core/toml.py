@@ -155,7 +155,7 @@ def _refusal(error: ErrorDetails, model: type[BaseModel], file: str) -> ConfigEr
     about = fields[path[-1]].description if path and path[-1] in fields else None
     if kind == "extra_forbidden":
         place = f"[{'.'.join(path[:-1])}]" if len(path) > 1 else f"a {file}"
-        return ConfigError(field, value, f"is no key of {place}", nearest(path[-1], fields))
+        return ConfigError(field, value, f"is not a key of {place}", nearest(path[-1], fields))
     if kind == "missing":
         what = f"{path[-1]} in [{path[0]}]: {about}" if len(path) > 1 else f"the table [{path[0]}]"
         return ConfigError(field, None, "is missing", f"write {what}")

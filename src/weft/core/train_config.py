@@ -70,7 +70,10 @@ class TrainConfig(TomlTable):
         default="linear", description="how the learning rate rises"
     )
     start_lr_ratio: float = Field(
-        default=0.0, ge=0, le=1, description="what it rises from, as a fraction of lr"
+        default=0.0,
+        ge=0,
+        le=1,
+        description="the rate from which warm-up starts, as a fraction of lr",
     )
     decay: Literal["constant", "linear", "cosine", "sqrt"] = Field(
         default="constant",
@@ -84,7 +87,7 @@ class TrainConfig(TomlTable):
         gt=0,
         le=1,
         description=(
-            "the share of all steps in which the learning rate falls, the last ones (default: all"
+            "the last share of all steps, in which the learning rate falls (default: all steps"
             " after warm-up)"
         ),
     )
@@ -105,7 +108,7 @@ class TrainConfig(TomlTable):
     )
     ema_warmup: bool = Field(
         default=False,
-        description="of the average at most (1 + n) / (10 + n) stays in step n",
+        description="in step n at most (1 + n) / (10 + n) of the average stays",
     )
     eval_every: int = Field(default=0, ge=0, description="steps between validations; 0: never")
     eval_batches: int = Field(default=8, gt=0, description="batches per validation")
@@ -157,15 +160,15 @@ class TrainConfig(TomlTable):
     logits: Literal["auto", "whole", "chunks"] = Field(
         default="auto",
         description=(
-            'logits: "whole"; "chunks": made by the loss, of some tokens at a time, and again in'
-            ' backward; "auto": chunks where a microbatch has more than 64 million'
+            'logits: "whole"; "chunks": computed by the loss for some tokens at a time, and'
+            ' again in backward; "auto": chunks where a microbatch has more than 64 million'
         ),
     )
     offload_activations: bool = Field(
         default=False,
         description=(
-            "what blocks save for backward rests in pinned host memory between forward and"
-            " backward; on GPUs"
+            "keep what blocks save for backward in pinned host memory between forward and"
+            " backward; needs GPUs"
         ),
     )
     fsdp_prefetch: int | None = Field(
@@ -241,7 +244,9 @@ class TrainConfig(TomlTable):
         found = re.fullmatch(r"(\d{1,12})(?:-(\d{1,12}))?", "1" if value is None else value)
         if found and 0 < int(found[1]) <= int(found[2] or found[1]):
             return value
-        raise table_error("are no steps", 'write one step or two, as in "10-12"')
+        raise table_error(
+            "is neither one step nor a range of steps", 'write one step or two, as in "10-12"'
+        )
 
     @field_validator("recompute", mode="before")
     @classmethod
@@ -256,7 +261,7 @@ class TrainConfig(TomlTable):
             else "count from 1"
         )
         raise table_error(
-            "is no way to recompute",
+            "is not a way to recompute",
             f'write "none", "selective", "full", a number of blocks, or a list of modules; {hint}',
         )
 

@@ -38,7 +38,7 @@ def choose_language(code: str) -> None:
     """For this process and those that it starts. Raises ConfigError for an unknown one."""
     if code not in languages():
         fix = f"choose one of {', '.join(languages())}"
-        raise ConfigError("--lang", code, "is no language that weft speaks", fix)
+        raise ConfigError("--lang", code, "is not a language of weft", fix)
     os.environ[VARIABLES[0]] = code
 
 

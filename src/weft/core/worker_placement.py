@@ -79,12 +79,15 @@ def place_modules(model: nn.Module, workers: Mapping[str, Sequence[str]]) -> Wor
 
 def _check_name(worker: str) -> None:
     if worker == DRIVER:
-        problem = "is the process that runs the model's own forward"
+        problem = "is the name of the process that runs the model's own forward"
         raise ConfigError(
-            "workers", worker, problem, "leave it out: it holds every module that no worker holds"
+            "workers",
+            worker,
+            problem,
+            "leave it out: the driver holds every module that no worker holds",
         )
     if not NAME.fullmatch(worker):
-        problem = "is no name that torch.distributed.rpc takes"
+        problem = "is not a name that torch.distributed.rpc accepts"
         raise ConfigError(
             "workers", worker, problem, "use up to 127 letters, digits and any of _ - :"
         )
@@ -92,7 +95,7 @@ def _check_name(worker: str) -> None:
 
 def _check_callable(worker: str, name: str, module: nn.Module) -> None:
     if type(module).forward is nn.Module.forward:  # a ModuleList, as a rule
-        problem = f"is a {type(module).__name__}, which is never called itself"
+        problem = f"is a {type(module).__name__}, whose own forward is never called"
         raise ConfigError(f"workers.{worker}", name, problem, f'write "{name}.*"')
 
 
@@ -103,7 +106,7 @@ def _check_overlap(worker: str, name: str, found: Mapping[str, str]) -> None:
             problem = (
                 f"is on worker {at} too"
                 if name == other
-                else f"and {other}, on worker {at}, lie in one another"
+                else f"and {other}, on worker {at}, are one inside the other"
             )
             raise ConfigError(
                 f"workers.{worker}",

@@ -35,7 +35,7 @@ def check_async_tp(options: CompileOptions, layout: Layout, device: torch.device
     axes = layout.active_axes(*FEATURE_AXES)
     if not axes or not layout.has_option("sequence"):
         _refuse(
-            f"{layout} has no gathers before matmuls, nor sums after them that are scattered",
+            f"{layout} has no all-gather before a matmul and no reduce-scatter after one",
             f"use a layout with tp and its option sequence, as in tp2+sequence, or {WITHOUT}",
         )
     if options.backend != "inductor":
@@ -47,7 +47,7 @@ def check_async_tp(options: CompileOptions, layout: Layout, device: torch.device
             f'use compile_mode = "default" or "max-autotune-no-cudagraphs", or {WITHOUT}',
         )
     if device.type != "cuda":
-        _refuse(f"GPUs share memory, and this runs on {device.type}", WITHOUT)
+        _refuse(f"async_tp needs GPUs that share memory, and this run is on {device.type}", WITHOUT)
     if torch.cuda.device_count() < layout.world:  # on several hosts: its processes will know
         return
     for rank in range(layout.world):

@@ -66,11 +66,13 @@ def resolve_compile(
         raise ConfigError(
             "train.compile",
             "blocks",
-            "the model has no list of repeated modules, which would be compiled",
+            "the model has no list of repeated modules to compile",
             'use "off", and compile modules by module.compile() in the build',
         )
     if plan.offload_activations and options.records_cuda_graphs:
-        problem = "CUDA graphs read what a forward saved where it was, and it has been offloaded"
+        problem = (
+            "CUDA graphs read saved activations at their old addresses, and offloading frees those"
+        )
         fix = 'use "default" or "max-autotune-no-cudagraphs", or leave offload_activations out'
         raise ConfigError("train.compile_mode", options.mode, problem, fix)
     known = torch.compiler.list_backends(exclude_tags=())
@@ -79,7 +81,10 @@ def resolve_compile(
         fix = nearest(options.backend, known)
         raise ConfigError("train.compile_backend", options.backend, problem, fix)
     if options.backend in CALLS_TORCH and plan.recompute == "selective":
-        problem = "it calls attention of a graph once more, with all that recomputes it around it"
+        problem = (
+            "this backend runs the recomputed graph in Python, which would compute attention"
+            " and all around it again"
+        )
         fix = 'use "aot_eager" or "inductor", or recompute "none" or "full"'
         raise ConfigError("train.compile_backend", options.backend, problem, fix)
     if options.async_tp:
@@ -107,7 +112,7 @@ def check_compiled(model: nn.Module, blocks: tuple[str, ...]) -> None:
     for name, module in model.named_modules():
         around = [block for block in blocks if block != name and f"{block}.".startswith(name)]
         if is_compiled_copy(module) or (compiled_by_user(module) and around):
-            problem = "is compiled around what a layout does between its blocks"
+            problem = "is compiled as a whole, and the layout must communicate between its blocks"
             fix = 'leave that out and set train.compile = "blocks", or compile each block in place'
             raise UnsupportedModel("model", name or type(module).__name__, problem, fix)
 

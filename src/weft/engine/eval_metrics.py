@@ -31,10 +31,15 @@ def check_metrics(metrics: Metrics, plan: Plan) -> None:
     shared = plan.layout.active_axes(*SEQUENCE_AXES)
     for name, metric in metrics.items():
         if is_whole_batch(metric):
-            problem = "looks at the whole batch, and metrics are sums over its parts"
-            raise ConfigError(FIELD, name, problem, "name a metric of single samples")
+            problem = (
+                "compares the samples of the whole batch, and a metric is a sum over microbatches"
+            )
+            raise ConfigError(FIELD, name, problem, "name a metric that is a sum over samples")
         if shared and not is_positionwise(metric):
-            problem = f"is not known to be a sum over positions, which {'.'.join(shared)} divides"
+            problem = (
+                f"is not known to be a sum over positions, and {'.'.join(shared)} divides the"
+                " positions"
+            )
             raise ConfigError(FIELD, name, problem, "mark it @weft.losses.positionwise")
 
 

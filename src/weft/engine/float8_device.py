@@ -34,7 +34,7 @@ def check_float8(float8: Float8Linears | None, device: torch.device) -> None:
     found = torch.cuda.get_device_capability(device)
     if found < needed:
         wanted, has = (".".join(map(str, each)) for each in (needed, found))
-        problem = f"it takes compute capability {wanted}, and {name} has {has}"
+        problem = f"it needs compute capability {wanted}, and {name} has {has}"
         if found >= CAPABILITY["tensorwise"]:
             fix = 'use "tensorwise"'
         raise ConfigError("precision.float8", float8.recipe, problem, fix)

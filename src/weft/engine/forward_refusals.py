@@ -101,5 +101,8 @@ def advice(plan: Plan, module: str) -> str:
         # what is whole there computes on a part of the positions
         fix = f"use tp without sequence; if it is refused too, {fix}"
     if any(step.dispatch is not None for step in plan.steps):
-        return f"experts must take each token by itself, and count themselves by num_experts; {fix}"
+        return (
+            "experts must compute each token by itself, and give their number as"
+            f" num_experts; {fix}"
+        )
     return fix

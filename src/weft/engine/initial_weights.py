@@ -34,7 +34,7 @@ def move_to(model: nn.Module, device: torch.device) -> nn.Module:
                 raise ConfigError(
                     "model",
                     name,
-                    "has been changed after weft.deferred_init, which knows nothing of it",
+                    "was changed after weft.deferred_init, which did not record the change",
                     "change and load weights inside of build",
                 )
     elif absent is None:
@@ -43,8 +43,8 @@ def move_to(model: nn.Module, device: torch.device) -> nn.Module:
         raise ConfigError(
             "model",
             absent,
-            "is on the meta device, where it has no values",
-            "build the model by weft.deferred_init, which remembers them, or on the CPU",
+            "is on the meta device, so it has no values",
+            "build the model under weft.deferred_init, which records how to fill it, or on the CPU",
         )
     return model._apply(lambda t: t if t.is_meta else t.to(device))
 

@@ -233,7 +233,7 @@ def mixing_error(found: Mixing, model: nn.Module, loss: Callable[..., Any], layo
             "mark it @weft.losses.whole_batch if it compares samples; else return a sum over what"
             " counts, and how many count"
         )
-        problem = f"changes with how {layout} divides the batch: {found.problem}"
+        problem = f"depends on how {layout} divides the batch: {found.problem}"
         return ConfigError("loss", name, problem, fix)
     module = model.get_submodule(found.module) if found.module else model
     if getattr(module, "batch_first", None) is False:

@@ -96,6 +96,6 @@ def diverged_error(layout: object, step: int) -> UnsupportedModel:
     return UnsupportedModel(
         "layout",
         str(layout),
-        f"in step {step} ranks ran different modules, or in another order",
+        f"in step {step} ranks ran different modules, or ran them in different orders",
         "use dp: FSDP2 gathers and reduces what runs, and it must be the same on every rank",
     )

@@ -102,9 +102,16 @@ class OptimizerFactory:
                 check_pattern(field_name, pattern, weights)
         if self.kind is MuonWithAdamW:
             if "adamw" not in self.arguments:
-                problem = "Muon is for hidden matrices, and embeddings and heads are matrices too"
-                matrices = ", ".join(_likely_embeddings(weights)) or "none here looks like one"
-                fix = f"name those that AdamW is to update, [] for none; perhaps {matrices}"
+                problem = (
+                    "Muon must not update embeddings and heads, and cannot tell them from"
+                    " hidden matrices"
+                )
+                matrices = (
+                    ", ".join(_likely_embeddings(weights)) or "none, as no parameter looks like one"
+                )
+                fix = (
+                    f"list the parameters that AdamW is to update, [] for none; perhaps {matrices}"
+                )
                 raise ConfigError("optimizer.adamw", None, problem, fix)
             for pattern in self.arguments["adamw"]:
                 check_pattern("optimizer.adamw", pattern, weights)
@@ -125,7 +132,7 @@ def check_pattern(field_name: str, pattern: str, weights: Sequence[Weight]) -> N
         return
     tied = next((w for w in trained for n in w.aliases if fnmatchcase(n, pattern)), None)
     if tied is not None:
-        problem = f"matches another name of a tied parameter, which counts as {tied.name}"
+        problem = f"matches another name of the tied parameter {tied.name}"
         raise ConfigError(field_name, pattern, problem, f'write "{tied.name}"')
     if any(fnmatchcase(w.name, pattern) for w in weights):
         problem = "all parameters that it matches are frozen, and no optimizer updates those"
@@ -196,7 +203,7 @@ def _by_name(name: str) -> type[torch.optim.Optimizer]:
         for kind in (torch.optim.LBFGS, torch.optim.SparseAdam):
             if name == kind.__name__.lower():
                 refuse_kind(kind, name)
-        raise ConfigError("optimizer.name", name, "is no known optimizer", nearest(name, kinds))
+        raise ConfigError("optimizer.name", name, "is not a known optimizer", nearest(name, kinds))
     return kinds[name]
 
 
@@ -219,7 +226,7 @@ def _check_arguments(made: OptimizerFactory, name: str) -> None:
     _check_values("optimizer", made, made.arguments, defaults)
     whole = _try(made, name, {}, "optimizer")
     if not isinstance(whole, torch.optim.Optimizer):
-        problem = f"makes {type(whole).__name__}, which is no torch.optim.Optimizer"
+        problem = f"makes {type(whole).__name__}, which is not a torch.optim.Optimizer"
         raise ConfigError("optimizer.build", name, problem, "return one")
     allowed = {key for group in whole.param_groups for key in group} - {"params", "param_names"}
     if "weight_decay" not in allowed:
@@ -232,7 +239,7 @@ def _check_arguments(made: OptimizerFactory, name: str) -> None:
         table = f"optimizer.groups.{pattern}"
         for key in settings:
             if key in NOT_BY_GROUP and key in allowed:
-                problem, fix = "is one for all parameters", f"write {key} in [optimizer]"
+                problem, fix = "must be the same for all parameters", f"write {key} in [optimizer]"
                 raise ConfigError(f"{table}.{key}", settings[key], problem, fix)
         require_known(table, settings, allowed - {*NOT_BY_GROUP}, f"setting of a group of {name}")
         _check_values(table, made, settings, dict(ChainMap(*whole.param_groups)))
@@ -253,11 +260,11 @@ def _check_values(
         if key == "lr" and not all(map(math.isfinite, floats)):
             raise ConfigError(field_name, value, "is not finite", "write a finite number")
         if known and any(map(math.isnan, floats)):  # an infinite bound is none: Adafactor's d
-            raise ConfigError(field_name, value, "is no number", "write a number")
+            raise ConfigError(field_name, value, "is not a number", "write a number")
         if not known:
             continue
         if isinstance(usual, tuple) and usual and len(numbers) != len(usual):
-            problem, fix = f"is no list of {len(usual)} values", f"write as in {[*usual]}"
+            problem, fix = f"is not a list of {len(usual)} values", f"write as in {[*usual]}"
             raise ConfigError(field_name, value, problem, fix)
         if isinstance(value, bool) and isinstance(usual, float):
             raise ConfigError(field_name, value, "is not a number", f"write as in {usual}")

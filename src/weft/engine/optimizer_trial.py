@@ -47,7 +47,7 @@ def try_optimizer(make: OptimizerFactory, named: str) -> bool:
             raise ConfigError(
                 "optimizer.build",
                 named,
-                "its groups have no lr, which the schedule is to scale",
+                "its param_groups have no lr for the schedule to scale",
                 "give its param_groups an lr",
             )
         _steps(optimizer, whole, gradients[:STEPS])
@@ -81,8 +81,8 @@ def _check_mark(
             if make.updates_each is not None:
                 field, value = "optimizer.updates_each", make.updates_each
             problem = (
-                f"it updates each {what} by itself, so it says, but part of the parameters, updated"
-                f" apart, became another {name} than in the whole"
+                f"its mark says that it updates each {what} by itself, but a part of the"
+                f" parameters, updated alone, got another {name} than in the whole"
             )
             raise ConfigError(field, value, problem, f"{fix}, or correct the optimizer")
 
@@ -109,7 +109,10 @@ def _check_resumed(
     for one, params in ((optimizer, whole), (again, held)):
         _steps(one, params, gradients)
     if not all(_same(held[name], whole[name]) for name in whole):
-        problem = "it does not go on from a checkpoint as it would have without"
+        problem = (
+            "after its state is loaded from a checkpoint, its updates differ from those"
+            " without a checkpoint"
+        )
         fix = "keep all of its state in self.state[parameter], as tensors or numbers"
         raise ConfigError("optimizer.build", named, problem, fix)
 

@@ -132,9 +132,9 @@ def check_servers(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
 
 
 def refused_by_servers(optimizer: torch.optim.Optimizer, plan: Plan) -> ConfigError:
-    problem = f"it needs whole tensors, and servers hold the parts into which {plan.layout} cuts"
+    problem = f"it needs whole tensors, and under {plan.layout} each server holds only shards"
     fix = "use staleness = 0, a layout of replicas alone, or adamw"
-    return ConfigError("optimizer.name", type(optimizer).__name__, f"{problem} them", fix)
+    return ConfigError("optimizer.name", type(optimizer).__name__, problem, fix)
 
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:

@@ -45,7 +45,7 @@ def check_request(plan: Plan, clip: float | None, device: torch.device) -> None:
             "leave it out, or use a synchronous schedule such as 1f1b",
         )
     if device.type == "cuda" and plan.sync is not None and not plan.sync.runs_on_cuda:
-        problem = "has run on CPUs alone: its messages are not ordered with what else a GPU does"
+        problem = "is tested only on CPUs: its messages are not ordered with a GPU's other work"
         fix = 'use name = "allreduce", with any codec'
         raise ConfigError("sync.name", plan.sync.name, problem, fix)
 
@@ -56,7 +56,7 @@ def check_offload_device(plan: Plan, device: torch.device) -> None:
         raise ConfigError(
             "train.offload_activations",
             True,
-            f"the run's device is the {device.type.upper()}, whose memory is the host's already",
+            f"the run's device is the {device.type.upper()}, whose memory is host memory already",
             "leave it out, or run on GPUs",
         )
 
@@ -69,7 +69,7 @@ def make_offload(plan: Plan, device: torch.device) -> ActivationOffload | None:
 def require_positionwise(loss: Loss) -> None:
     """Ranks that share a sequence need a loss that is a sum over positions. Raises ConfigError."""
     if not is_positionwise(loss):
-        problem = "is not known to be a sum over positions, which ranks share"
+        problem = "is not known to be a sum over positions, and each rank has only some positions"
         fix = "mark it @weft.losses.positionwise"
         raise ConfigError("loss", getattr(loss, "__name__", loss), problem, fix)
 

@@ -100,7 +100,7 @@ class StateWatch:
             "layout",
             str(self._plan.layout),
             f"{names[0] if names else 'its state'} is changed by the model's forward{others}, and"
-            " ranks with other samples change it to other values",
+            " ranks have different samples, so they change it to different values",
             either(fixes),
         )
 
@@ -136,7 +136,7 @@ class StateWatch:
                 raise UnsupportedModel(
                     "model",
                     name,
-                    "is made by the first forward, after weft has laid out what was there",
+                    "is made by the first forward, after weft has placed the model's tensors",
                     _MAKE,
                 )
 
@@ -154,7 +154,7 @@ class StateWatch:
                     "layout",
                     str(self._plan.layout),
                     f"{f'{unit}.{name}' if unit else name} is changed by the model's forward, and"
-                    " what ranks have gathered of it is not kept",
+                    " fsdp drops changes to gathered weights",
                     _OUTSIDE,
                 )
 

@@ -99,7 +99,7 @@ def check_average(plan: Plan, decay: float, has_workers: bool) -> None:
     if has_workers:
         problem = "weights of [workers] live in other processes"
     elif plan.schedule.versions:
-        problem = f"{plan.schedule.name} updates each stage by itself, at other times"
+        problem = f"{plan.schedule.name} updates each stage by itself, at different times"
     elif plan.replicas_step_independently and plan.sync is not None:
         problem = f"replicas under {plan.sync.name} have weights of their own between exchanges"
     if problem:

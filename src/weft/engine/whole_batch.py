@@ -218,7 +218,7 @@ class WholeBatchLoss:
             left += [following for following, _ in node.next_functions]
             variable = getattr(node, "variable", None)
             if variable is not None and id(variable) not in ours:
-                problem = f"it computes with a weight {list(variable.shape)} of its own"
+                problem = f"it computes with its own weight {list(variable.shape)}"
                 fix = "let the model's forward return that weight, and read it from the output"
                 raise ConfigError("loss", self._name, f"{problem}, which gets no gradient", fix)
 
@@ -251,7 +251,7 @@ class _OfPairs(Tensor):
             with without_function_overrides():
                 return func(*args)
         read = next(t for t in tree_leaves((args, kwargs), Tensor) if type(t) is _OfPairs)
-        problem = f"it reads {read.about}, which compares samples of one microbatch on one rank"
+        problem = f"it reads {read.about}, which has only the samples of one microbatch on one rank"
         fix = "compare them in the loss, by tensors with a row for each sample"
         raise UnsupportedModel("loss", read.loss, problem, f"{fix} (CLIP: the embeddings)")
 

@@ -42,7 +42,7 @@ def choose_backend(asked: BackendChoice, ranks: int, field: str = "train.backend
         problem = f"torch {torch.__version__} is built without NCCL"
         raise ConfigError(field, asked, problem, 'use "gloo", or a torch that is built for CUDA')
     if gpus < ranks:
-        problem = f"NCCL takes a GPU for each rank, and this host has {gpus} for {ranks}"
+        problem = f"NCCL needs a GPU for each rank, and this host has {gpus} for {ranks}"
         fix = f'use "gloo", which computes on the CPU{", or fewer ranks" if gpus else ""}'
         raise ConfigError(field, asked, problem, fix)
     return "nccl"

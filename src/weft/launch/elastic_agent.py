@@ -159,8 +159,11 @@ def run_host(
         if meeting.file:  # who can read it may take part
             token = common.compare_set("weft/token", "", secrets.token_hex()).decode()
         if common.compare_set("weft/digest", "", digest) != digest.encode():
-            problem = "a run of this name and with other settings meets there"
-            fix = "start the same command with the same file on all hosts, or name another place"
+            problem = "another run with the same name and other settings uses this rendezvous"
+            fix = (
+                "start the same command with the same run file on all hosts, or name another"
+                " rendezvous"
+            )
             raise ConfigError("--rdzv", str(meeting), problem, fix)
         if not common.check(["weft/begun"]):
             begin()
@@ -194,12 +197,9 @@ def run_host(
             f"fewer than {hosts.least} hosts came to {meeting} within {COME_S:.0f} s"
         ) from None
     except (RendezvousError, dist.DistError) as error:
-        what = (
-            f"{meeting}, where hosts meet, is lost or was never there"
-            f" ({str(error).splitlines()[0]})"
-        )
+        what = f"the rendezvous {meeting} is lost or never existed ({str(error).splitlines()[0]})"
         raise WeftError(
-            f"{what}. Started with --auto-resume it goes on from the latest checkpoint"
+            f"{what}. With --auto-resume the run continues from the latest checkpoint"
         ) from error
     finally:
         logs.remove()
@@ -222,7 +222,7 @@ def _own_address(meeting: Rendezvous) -> str:
             if waited_s > NAMED_S:
                 raise
             if waited_s < BEAT_S:
-                log_line(f"{error.problem}: asking again for {NAMED_S:.0f} s")
+                log_line(f"{error.problem}: trying again for {NAMED_S:.0f} s")
             time.sleep(BEAT_S)
 
 
@@ -233,7 +233,7 @@ def _store(meeting: Rendezvous, address: str, token: str) -> dist.Store:
         file = Path(meeting.file)
         with suppress(FileNotFoundError):  # hosts that are there write to it every ALIVE_S seconds
             if time.time() - file.stat().st_mtime > LEFT_S:
-                log_line(f"{meeting} was left by an earlier run: begun anew")
+                log_line(f"{meeting} was left by an earlier run: replaced")
                 file.unlink()
         os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))  # the run's token is in it
         return dist.FileStore(meeting.file)
@@ -243,22 +243,25 @@ def _store(meeting: Rendezvous, address: str, token: str) -> dist.Store:
             return keep_for_hosts(meeting, address, token, patience)
         except OSError:
             log_line(
-                f"another process of this host has port {meeting.port}: if it is a run's, this one"
-                " meets there too"
+                f"another process on this host uses port {meeting.port}: if it is a run's, this"
+                " host joins that run"
             )
     return join_hosts_store(meeting, address, token, patience)
 
 
 def _failure_text(result: RunResult) -> str:
     if not result.failures:
-        return "hosts were lost more often than [checkpoint] restarts allows; --resume goes on"
+        return (
+            "hosts were lost more often than [checkpoint] restarts allows; --resume"
+            " continues the run"
+        )
     rank, first = min(result.failures.items(), key=lambda item: item[1].timestamp)
     how = (
         f"killed by {first.signal_name()}"
         if first.exitcode < 0
         else f"exited with code {first.exitcode}"
     )
-    return f"rank {rank} of this host {how}, and it is not started anew"
+    return f"rank {rank} of this host {how}, and it is not restarted"
 
 
 class ElasticAgent(HookedAgent):
@@ -301,7 +304,7 @@ class ElasticAgent(HookedAgent):
         came = [store.get(f"weft/who/{other}").decode() for other in range(count)]
         gone = [each for each in self._came if each not in came]
         if gone:
-            log_line(f"not here any more: {', '.join(gone)}")
+            log_line(f"no longer here: {', '.join(gone)}")
         if here == 0:
             self._common.set("weft/begun", "")
             for key in ("weft/failed", *(f"weft/told/{other}" for other in range(count))):
@@ -311,10 +314,7 @@ class ElasticAgent(HookedAgent):
                 f" {', '.join(came)}"
             )
         elif came != self._came:
-            log_line(
-                f"host {here} of {count} that are here; number 0, {came[0]}, prints how the run"
-                " goes"
-            )
+            log_line(f"host {here} of {count}; host 0, {came[0]}, prints the progress")
         self._came, self._heard, self._beaten = came, {}, 0.0
 
     def _open_way(self, group: WorkerGroup) -> None:
@@ -350,7 +350,7 @@ class ElasticAgent(HookedAgent):
             else:
                 self._tell("weft/failed")
                 if self.restarts_left:
-                    log_line(f"{_failure_text(result).split(',')[0]}; all ranks are started anew")
+                    log_line(f"{_failure_text(result).split(',')[0]}; all ranks restart")
         elif result.state is WorkerState.HEALTHY:
             left = self._find_lost_host(group)
             if left is not None and left.told and not self._hosts.elastic:
@@ -395,13 +395,11 @@ class ElasticAgent(HookedAgent):
             self._heard[other] = (beat, now if beat != last else since)
             if now - self._heard[other][1] > SILENT_S:
                 then = (
-                    "going on without it"
+                    "the run continues without it"
                     if self._hosts.elastic
-                    else "all ranks are started anew when it is back"
+                    else "all ranks restart when it is back"
                 )
-                log_line(
-                    f"of {self._came[other]} nothing has been heard for {SILENT_S:.0f} s: {then}"
-                )
+                log_line(f"{self._came[other]} has not answered for {SILENT_S:.0f} s: {then}")
                 return LostHost(told=False)
         self._allow()
         return None
@@ -414,7 +412,7 @@ class ElasticAgent(HookedAgent):
             if time.monotonic() > self._until:
                 log_line(
                     f"{self._hosts.meeting} has not answered for {CUT_OFF_S:.0f} s: this host is"
-                    " cut off, and ends"
+                    " disconnected, and stops"
                 )
                 for process in self.pids():
                     with suppress(ProcessLookupError):

@@ -42,7 +42,11 @@ def run_token(address: str) -> str:
     token = os.environ.get(TOKEN, "")
     if len(token) >= LEAST or (not token and is_loopback(address)):
         return token
-    problem = f"has fewer than {LEAST} characters" if token else f"others reach {address} too"
+    problem = (
+        f"has fewer than {LEAST} characters"
+        if token
+        else (f"other machines can reach {address} too")
+    )
     fix = f"set {TOKEN} to the same secret on all hosts, as printed by: openssl rand -hex 16"
     raise ConfigError(TOKEN, HIDDEN if token else "", problem, fix)
 
@@ -51,8 +55,8 @@ def ungated_error(field: str, value: object) -> ConfigError:
     """[workers] over several hosts. No gate can stand before what calls them: its processes tell
     one another the addresses at which they listen."""
     problem = (
-        "[workers] call one another by torch.distributed.rpc, which asks for no token: over several"
-        " hosts whoever reaches a port of one would run code in it"
+        "[workers] use torch.distributed.rpc, which checks no token: on several hosts, anyone"
+        " who reaches a worker's port could run code in it"
     )
     return ConfigError(field, value, problem, "use one host, or a layout without [workers]")
 
@@ -135,7 +139,7 @@ class TokenGate(_Relay):
         writer.write(HELLO + own)
         theirs, proof = await reader.readexactly(SIZE), await reader.readexactly(SIZE)
         if not hmac.compare_digest(proof, _proof(self._token, b"guest", own, theirs)):
-            raise WeftError("does not know the token")
+            raise WeftError("does not have the run's token")
         there = await asyncio.open_connection(LOOPBACK, self._store)
         writer.write(_proof(self._token, b"gate", own, theirs))
         return there
@@ -180,11 +184,13 @@ class Passage(_Relay):
             proof = await reader.read(SIZE)
             if not hmac.compare_digest(proof, _proof(self._token, b"gate", theirs, own)):
                 fix = f"set {TOKEN} to the same secret on all hosts"
-                raise ConfigError(TOKEN, HIDDEN, f"is not that of the run at {at}", fix)
+                raise ConfigError(TOKEN, HIDDEN, f"is not the token of the run at {at}", fix)
         except EOFError:
             writer.close()
             fix = "name a port that nothing else uses"
-            raise ConfigError("--rdzv", at, "what answers there is no run of weft", fix) from None
+            raise ConfigError(
+                "--rdzv", at, "the process that answers there is not a run of weft", fix
+            ) from None
         except BaseException:
             writer.close()
             raise

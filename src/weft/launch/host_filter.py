@@ -57,10 +57,10 @@ def admit_hosts(store: dist.Store, rank: int, world: int) -> None:
         hosts |= set(each)
     if all(map(is_loopback, own)) and own:
         return
-    problem = "an address of a host is not known" if not all(told) else _cannot_filter()
+    problem = "the address of one host is not known" if not all(told) else _cannot_filter()
     if problem:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            log_line(f"everybody on the network reaches gloo's ports: {problem}")
+            log_line(f"everybody on the network can reach gloo's ports: {problem}")
         return
     guard_gloo(lambda listener: attach_filter(listener, hosts))
 

@@ -61,8 +61,8 @@ class Job:
         CPU."""
         if gpus is not None and gpus < self.ranks and not self.run.workers:
             problem = (
-                f"a host has {self.ranks} ranks of {self.run.layout.axes}, and each needs a GPU of"
-                " its own"
+                f"a host has {self.ranks} ranks of {self.run.layout.axes}, and each needs its own"
+                " GPU"
             )
             raise ConfigError("--gpus", gpus, problem, f"use {self.ranks}, or more hosts")
 

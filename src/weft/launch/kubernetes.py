@@ -55,14 +55,16 @@ def kubernetes_manifest(
     claims = _claims(volumes)
     _check_output(job, list(claims))
     if not re.fullmatch(r"[\w.:/@-]+", image, re.ASCII):
-        raise ConfigError("--image", image, "is no image", "write as in registry.example/me/weft:1")
+        raise ConfigError(
+            "--image", image, "is not an image", "write as in registry.example/me/weft:1"
+        )
     if namespace is not None and not re.fullmatch(LABEL, namespace):
         raise ConfigError(
-            "--namespace", namespace, "is no namespace", "write lower-case letters, digits and -"
+            "--namespace", namespace, "is not a namespace", "write lower-case letters, digits and -"
         )
     for field, quantity in (("--cpu", cpu), ("--memory", memory)):
         if quantity is not None and not re.fullmatch(QUANTITY, quantity):
-            raise ConfigError(field, quantity, "is no quantity", "write as in 8, 500m or 64Gi")
+            raise ConfigError(field, quantity, "is not a quantity", "write as in 8, 500m or 64Gi")
     limits = {"cpu": cpu, "memory": memory, "nvidia.com/gpu": None if gpus is None else str(gpus)}
     names = {
         claim: f"volume-{number}" for number, claim in enumerate(dict.fromkeys(claims.values()))
@@ -150,7 +152,7 @@ def _claims(volumes: Sequence[str]) -> dict[str, str]:
             raise ConfigError(
                 "--volume",
                 volume,
-                "is no claim with a path",
+                "is not a claim with a path",
                 "write CLAIM:/path, as in training:/data",
             )
         if path in claims or path == "/dev/shm":
@@ -185,7 +187,7 @@ def _name(job: Job, given: str | None) -> str:
     longest = LONGEST - len(f"-worker-{job.most - 1}")
     if not re.fullmatch(LABEL, name) or len(name) > longest:
         fix = f"give a --name of at most {longest} lower-case letters, digits and -, a letter first"
-        raise ConfigError("--name", name, "is no name that Kubernetes takes", fix)
+        raise ConfigError("--name", name, "is not a name that Kubernetes accepts", fix)
     return name
 
 

@@ -121,9 +121,9 @@ def _backend(world: int, device: str | None) -> Backend:
     """NCCL if every rank gets a GPU, else gloo. Raises ConfigError."""
     gpus = torch.cuda.device_count()
     if device not in (None, "cpu", "cuda"):
-        raise ConfigError("device", device, "is no device of weft.launch", 'use "cpu" or "cuda"')
+        raise ConfigError("device", device, "is not a device of weft.launch", 'use "cpu" or "cuda"')
     if device == "cuda" and gpus < world:
-        problem = f"the layout has {world} ranks, and this machine {gpus} GPUs"
+        problem = f"the layout has {world} ranks, and this machine has {gpus} GPUs"
         raise ConfigError("device", device, problem, 'use fewer ranks, or device="cpu"')
     if device is None and 0 < gpus < world:
         log_line(f"{world} ranks and {gpus} GPUs on this host: running on the CPU")
@@ -169,8 +169,8 @@ def _check_guarded() -> None:
         if part.lineno <= frame.f_lineno <= (part.end_lineno or part.lineno):
             tested = ast.walk(part.test) if isinstance(part, ast.If) else ()
             if not any(isinstance(each, ast.Name) and each.id == "__name__" for each in tested):
-                problem = f"line {frame.f_lineno} launches whenever the file is imported, which"
-                problem += " ranks do that are new interpreters"
+                problem = f"line {frame.f_lineno} launches whenever the file is imported, and"
+                problem += " ranks are new interpreters that import it"
                 fix = 'write it below if __name__ == "__main__":'
                 raise ConfigError("weft.launch", file, problem, fix)
 

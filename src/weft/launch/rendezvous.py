@@ -28,7 +28,10 @@ def parse_nodes(text: str) -> tuple[int, int]:
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= least <= most:
         raise ConfigError(
-            "--nodes", text, "is no number of hosts", "write 4, or 2:4 for any number from 2 to 4"
+            "--nodes",
+            text,
+            "is not a number of hosts",
+            "write 4, or 2:4 for any number from 2 to 4",
         )
     return least, most
 
@@ -50,7 +53,7 @@ class Rendezvous:
             host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", str(PORT))
             if not host or not port.isdigit():
                 raise ConfigError(
-                    "--rdzv", text, "MASTER_ADDR and MASTER_PORT do not say where", fix
+                    "--rdzv", text, "MASTER_ADDR is not set, or MASTER_PORT is not a number", fix
                 )
             return cls(host, int(port))
         scheme, _, rest = text.rpartition("://")
@@ -59,7 +62,7 @@ class Rendezvous:
                 raise ConfigError(
                     "--rdzv",
                     text,
-                    "is no file in a folder that exists",
+                    "is not a file in a folder that exists",
                     "write file:///folder/name",
                 )
             return cls(file=rest)
@@ -78,7 +81,7 @@ class Rendezvous:
         try:
             found = source_towards(self.host, self.port) if not self.file else "127.0.0.1"
         except OSError as error:
-            problem = f"there is no way to it ({error.strerror or error})"
+            problem = f"this host has no route to it ({error.strerror or error})"
             raise ConfigError(
                 "--rdzv", str(self), problem, "name a host that this one reaches"
             ) from None

@@ -105,7 +105,7 @@ def run_replicas(
                 if done and over and time.monotonic() > last + LAST_S:
                     log_line(
                         f"replicas {', '.join(map(str, running))} stall, and the others are done:"
-                        " ended"
+                        " weft stopped them"
                     )
                     break
                 events = [event for _, _, watch in running.values() for event in watch.events()]
@@ -125,8 +125,8 @@ def run_replicas(
                         first = first or error  # those of others are consequences, if none is left
                         if replica in needed:
                             log_line(
-                                f"replica {replica}, which serves the others, has failed; --resume"
-                                " goes on"
+                                f"replica {replica}, which serves the others, has failed;"
+                                " --resume continues the run"
                             )
                         if all_needed or replica in needed:
                             raise
@@ -148,7 +148,7 @@ def check_store(keeper: BaseProcess) -> None:
     """Raises WeftError if the process that keeps the replicas' store has died."""
     if not keeper.is_alive():
         raise WeftError(
-            "the process that keeps the store where replicas meet has died; --resume goes on"
+            "the process that keeps the store of all replicas has died; --resume continues the run"
         )
 
 
@@ -193,9 +193,9 @@ def join_replica(
 
 def _say(replica: int, error: WorkerDied, restarts: int | None) -> None:
     what = (
-        "the others go on without it"
+        "and the others continue without it"
         if restarts is None
-        else f"started anew ({restarts + 1} of {RESTARTS})"
+        else f"and restarts ({restarts + 1} of {RESTARTS})"
     )
     lines = str(error).splitlines()
-    log_line(f"replica {replica} has failed, {what}: {lines[0]} {lines[-1]}")
+    log_line(f"replica {replica} has failed {what}: {lines[0]} {lines[-1]}")

@@ -92,10 +92,13 @@ def slurm_script(
     for field, name in (("--partition", partition), ("--account", account)):
         if name is not None and not re.fullmatch(r"[\w.,@+-]+", name):
             raise ConfigError(
-                field, name, "is no name that SLURM has", "write a name without spaces or quotes"
+                field,
+                name,
+                "is not a name that SLURM accepts",
+                "write a name without spaces or quotes",
             )
     if time is not None and slurm_seconds(time) < LEAST_S:
-        problem = f"leaves no time to train: {SAVE_S} s before the end the run saves"
+        problem = f"leaves no time to train: the run saves {SAVE_S} s before the end"
         raise ConfigError("--time", time, problem, f"ask for {LEAST_S // 60} minutes or more")
     options = {
         "job-name": re.sub(r"[^\w.-]+", "-", Path(job.path).stem),
@@ -151,7 +154,7 @@ def slurm_seconds(text: str) -> int:
         raise ConfigError(
             "--time",
             text,
-            "is no time of SLURM's",
+            "is not a time that SLURM accepts",
             "write 12:00:00, or 2-12 for two days and a half",
         )
     days, *parts = match.groups()

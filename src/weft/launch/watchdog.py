@@ -239,7 +239,7 @@ class RankLocation:
             lacks = [f"rank {_list(late)} has not begun it"] if late else []
             lacks += [f"rank {_list(silent)} does not answer"] if silent else []
             yield (
-                f"number {number} of ranks {_list(ranks)}, {what}:"
+                f"number {number} among ranks {_list(ranks)}, {what}:"
                 f" {'; '.join(lacks) or 'all have begun it'}"
             )
 
@@ -256,8 +256,10 @@ def frame_location(frame: FrameType) -> str:
         stack[-1],
     )
     where = f"{caller.filename}:{caller.lineno} in {caller.name}: `{caller.line}`"
-    if operation or "wait(" in (caller.line or ""):
-        return f"waits in {operation or 'what it began'}, at {where}"
+    if operation:
+        return f"waits in {operation}, at {where}"
+    if "wait(" in (caller.line or ""):
+        return f"waits for an operation that it started, at {where}"
     return f"is in no collective, but at {where}"
 
 
@@ -266,13 +268,13 @@ def hang_report(heard: Mapping[int, RankLocation], world: int, limit_s: float) -
     silent = [rank for rank in range(world) if rank not in heard]
     apart = [rank for rank, where in heard.items() if "is in no collective" in where.line]
     if silent:
-        who = f"of rank {_list(silent)} nothing is heard: stopped, cut off, or too busy to say"
+        who = f"rank {_list(silent)} does not answer: it is stopped, disconnected, or too busy"
     elif 0 < len(apart) < world:
-        who = f"rank {_list(apart)} is in no collective, and is waited for"
+        who = f"rank {_list(apart)} is in no collective, and the other ranks wait for it"
     elif apart:
-        who = "no rank waits in a collective on its host"
+        who = "no rank waits in a collective; all run code on their hosts"
     else:
-        who = "all ranks are in collectives, which do not meet"
+        who = "all ranks wait in collectives, but in different ones"
     lines = [f"no progress for {limit_s:g} s: {who}"]
     for rank, where in heard.items():
         lines.append(f"  rank {rank}: after {where.at}, {where.line}")

@@ -108,6 +108,6 @@ def check_padding(padding: Tensor) -> None:
         raise UnsupportedModel(
             "batch['attention_mask']",
             tuple(padding.shape),
-            "says which pairs of positions see each other",
+            "has an entry for each pair of positions",
             "give [samples, positions], 1 where a token counts",
         )

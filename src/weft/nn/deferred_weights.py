@@ -154,7 +154,7 @@ def _specs(recording: InitRecording, model: nn.Module) -> dict[str, StorageView]
         recording.check_writes(parameter)
         if has_hooks(parameter):
             raise _refused(
-                f"{name} has a hook", "register it on what weft.Engine made of the model"
+                f"{name} has a hook", "register it on the model of weft.Engine (engine.model)"
             )
         if id(parameter) not in meta:
             empty = torch.empty_strided(

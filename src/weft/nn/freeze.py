@@ -41,7 +41,7 @@ def _nothing(model: nn.Module, pattern: str) -> ConfigError:
     for alias, p in model.named_parameters(remove_duplicate=False):
         if fnmatchcase(alias, pattern):
             first = next(name for name, other in named.items() if other is p)
-            problem = f"matches another name of a tied parameter, which counts as {first}"
+            problem = f"matches another name of the tied parameter {first}"
             return ConfigError(FIELD, pattern, problem, f'write "{first}"')
     near = get_close_matches(pattern, named, n=5, cutoff=0.0)  # of the thousands that may be there
     return ConfigError(FIELD, pattern, "matches no parameter", nearest(pattern, near))

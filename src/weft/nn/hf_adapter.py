@@ -94,12 +94,14 @@ def _config(peft: Any, settings: dict[str, Any]) -> Any:
     kind = settings.pop("peft_type", "LORA")
     if kind not in kinds:
         fix = nearest(str(kind), kinds) or f"choose from {', '.join(sorted(kinds))}"
-        raise ConfigError(f"{FIELD}.peft_type", kind, "is no adapter of peft", fix)
+        raise ConfigError(f"{FIELD}.peft_type", kind, "is not a peft adapter", fix)
     known = [each.name for each in fields(kinds[kind])]
     require_known(FIELD, settings, known, f"argument of {kind}", ["peft_type"])
     begins = settings.get("init_lora_weights", True)
     if begins not in DRAWN:
-        problem = "changes the weights beside it too, which are to stay those of the model"
+        problem = (
+            "changes the frozen weights beside the adapter, which must stay as the model has them"
+        )
         fix = 'choose true, false, "gaussian" or "orthogonal"'
         raise ConfigError(f"{FIELD}.init_lora_weights", begins, problem, fix)
     try:

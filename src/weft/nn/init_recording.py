@@ -227,7 +227,7 @@ class InitRecording(TorchDispatchMode):
         """Note from which state the operator that is recorded now draws. Returns the number of its
         generator."""
         if given is None and device.type != "cpu":
-            raise _unrecordable(f"it draws on {device}")
+            raise _unrecordable(f"it draws random numbers on {device}")
         real = given if given is not None else torch.default_generator
         number = next((i for i, g in enumerate(self._generators) if g.real is real), None)
         if number is None:

@@ -13,7 +13,8 @@ from weft.core import ConfigError
 
 FIX = (
     "name a function of (output, batch) that returns (sum, weight), such as"
-    " weft.losses:classification, mse, next_token or causal_lm; docs/losses.md has one of your own"
+    " weft.losses:classification, mse, next_token or causal_lm; docs/losses.md shows how to"
+    " write one"
 )
 
 

@@ -374,7 +374,7 @@ def _sum_of(losses: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _unknown_label(label: int, vocab: int) -> DataError:
-    problem = f"is none of the {vocab} classes of the logits, which count from 0"
+    problem = f"is not one of the {vocab} classes of the logits, which are numbered from 0"
     fix = f"correct the data ({IGNORED} does not count), or give the model more classes"
     return DataError("label", label, problem, fix)
 

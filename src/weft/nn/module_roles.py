@@ -84,7 +84,7 @@ def find_roles(model: nn.Module, declared: Mapping[str, object] | None = None) -
             raise UnsupportedModel(
                 f"roles.{name}",
                 role["role"],
-                "it is part of no chain of columns that ends in a row",
+                "it belongs to no chain of column linears that ends in a row linear",
                 "declare the columns and the row that follows them in one block",
             )
     chained = {*factors, *(name for chain in chains for name in chain.linears)}
@@ -117,7 +117,7 @@ def _check_declared(
         unknown = sorted(set(role) - known)
         if unknown:
             fix = (
-                'heads and kv_heads stand beside role = "attention", on the module that holds the'
+                'heads and kv_heads go with role = "attention", on the module that holds the'
                 " projections"
             )
             raise ConfigError(field, unknown[0], "not a key of this role", fix)

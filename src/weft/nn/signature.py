@@ -31,7 +31,7 @@ def check_entries(batch: Any) -> None:
         raise ConfigError("batch", type(batch).__name__, problem, fix)
     for key, value in batch.items():
         if not isinstance(value, Tensor) or not value.ndim:
-            problem = "is no tensor whose first dim counts samples"
+            problem = "is not a tensor whose first dim is the samples"
             raise ConfigError(f"batch[{key!r}]", type(value).__name__, problem, fix)
 
 

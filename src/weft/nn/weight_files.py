@@ -92,7 +92,7 @@ def file_tensors(files: Iterable[Path]) -> dict[str, FileTensor]:
     for file in files:
         for name, tensor in _header(file).items():
             if name in found:
-                raise _damaged(file, f"holds {name}, as {found[name].file.name} does")
+                raise _damaged(file, f"holds {name}, and so does {found[name].file.name}")
             found[name] = tensor
     return found
 
@@ -107,7 +107,7 @@ def _header(file: Path) -> dict[str, FileTensor]:
             size = os.fstat(opened.fileno()).st_size
             length = int.from_bytes(opened.read(8), "little")
             if size < 8 or length > min(size - 8, MOST_HEADER_BYTES):
-                raise _damaged(file, "is no safetensors file, or ends in its header")
+                raise _damaged(file, "is not a safetensors file, or ends in its header")
             header: Any = json.loads(opened.read(length))
             return {
                 name: _tensor(file, name, entry, 8 + length, size)
@@ -123,7 +123,9 @@ def _tensor(file: Path, name: str, entry: Any, first: int, size: int) -> FileTen
         shape, (start, stop) = tuple(map(int, entry["shape"])), map(int, entry["data_offsets"])
         found = FileTensor(file, first + start, shape, DTYPES[entry["dtype"]])
     except (KeyError, TypeError, ValueError, OverflowError) as problem:
-        raise _damaged(file, f"says of {name} what cannot be read ({problem})") from problem
+        raise _damaged(
+            file, f"has an entry for {name} that cannot be read ({problem})"
+        ) from problem
     possible = min(shape, default=0) >= 0 and prod(max(n, 1) for n in shape) <= MOST_ELEMENTS
     if start < 0 or not possible or stop - start != found.nbytes:
         raise _damaged(file, f"gives {name} {stop - start} bytes for {shape} {entry['dtype']}")

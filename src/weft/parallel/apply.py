@@ -274,7 +274,7 @@ def _entry(
             check_single_gradient(plan.layout, step.module, whole, args, kwargs)
             tensors = [v for v in tensors if v.is_floating_point()][:1]
             if not tensors:
-                problem = f"no floating-point tensor enters {step.module}, whose input is cut"
+                problem = f"no floating-point tensor enters {step.module}, whose input is sharded"
                 raise UnsupportedModel("layout", str(plan.layout), problem, whole)
         moved: list[tuple[Tensor, Tensor]] = []
         for each in tensors:

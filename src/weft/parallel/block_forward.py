@@ -74,7 +74,7 @@ class BlockForward:
             raise UnsupportedModel(
                 "train.offload_activations",
                 self._name,
-                "it is inside of torch.utils.checkpoint, which keeps its input by itself",
+                "it is inside torch.utils.checkpoint, which keeps the input on the device",
                 'leave that out and set train.recompute = "full"',
             )
         with offload.block(self._module):
@@ -261,6 +261,7 @@ def checkpointed_dropout(dropout: object) -> UnsupportedModel:
     return UnsupportedModel(
         "dropout",
         dropout,
-        "it is inside of torch.utils.checkpoint, whose second forward would draw another mask",
+        "it is inside torch.utils.checkpoint, and the recomputed forward would draw"
+        " another dropout mask",
         'leave that out and set train.recompute = "full"',
     )

@@ -49,8 +49,8 @@ def check_carried_tensors(request: PlanRequest, steps: Iterable[Step]) -> None:
         raise UnsupportedModel(
             "layout",
             str(request.layout),
-            f"{unit} makes a tensor after what it returns, and {reader} takes it: in backward it"
-            f" comes before the weights of {unit} are gathered",
+            f"{unit} makes a tensor after its output, and {reader} uses it: backward reaches that"
+            f" tensor before the weights of {unit} are gathered",
             "return that tensor too, or make it before what is returned; or leave fsdp out of the"
             " layout",
         )

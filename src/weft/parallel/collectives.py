@@ -128,8 +128,8 @@ class _Cross(torch.autograd.Function):
             raise UnsupportedModel(
                 "model",
                 "create_graph=True",
-                "the forward differentiates through modules of which ranks have parts, and these"
-                " gradients cannot be differentiated again",
+                "the forward computes gradients through modules that are sharded over ranks, and"
+                " these gradients cannot be differentiated again",
                 'use dp or fsdp, or declare these modules "whole" in [roles]',
             )
         return grads[0] if ctx.back is None else ctx.back(grads[0]), None

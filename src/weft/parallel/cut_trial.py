@@ -78,13 +78,13 @@ def _without(
     gone = [c for c in roles.chains if type(model.get_submodule(chain_module(c))) is kind]
     linears = [name for chain in gone for name in chain.linears]
     if any(fnmatchcase(name, pattern) for pattern in request.roles or () for name in linears):
-        problem = f"it does not run on its part ({reason})"
+        problem = f"it fails on a rank's shard ({reason})"
         raise UnsupportedModel(
             f"roles.{module}", kind.__name__, problem, 'declare its linears "whole"'
         )
     if request.layout.has_option("sequence") and any(chain.heads for chain in gone):
-        problem = f"{module} does not run on its part of the heads ({reason}), and whole it would"
-        problem += " have a part of the positions"
+        problem = f"{module} fails on a rank's shard of the heads ({reason}), and kept whole it"
+        problem += " would see only a part of the positions"
         raise UnsupportedModel("layout", str(request.layout), problem, "use tp without sequence")
     note = f"{kind.__name__} does not run on its part ({reason}): left whole under tp"
     rest = tuple(chain for chain in roles.chains if chain not in gone)

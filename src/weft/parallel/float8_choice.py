@@ -23,9 +23,9 @@ def check_recipe(recipe: str, precision: str) -> None:
         return
     if recipe not in RECIPES:
         fix = f"choose one of {', '.join((OFF, *RECIPES))}"
-        raise ConfigError(FIELD, recipe, "is no recipe", fix)
+        raise ConfigError(FIELD, recipe, "is not a recipe", fix)
     if precision != "bf16":
-        problem = f"linears multiply in float8 beside bf16, and this computes in {precision}"
+        problem = f"float8 goes with bf16, and this model computes in {precision}"
         raise ConfigError(FIELD, recipe, problem, 'use it with compute = "bf16"')
 
 

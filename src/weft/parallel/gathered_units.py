@@ -51,7 +51,7 @@ def gathered_units(
         ConfigError: nothing is gathered under this layout, or `asked` names no units of this model.
     """
     if parse_units(asked) is None:
-        raise ConfigError(FIELD, asked, "is no choice of units", UNIT_CHOICES)
+        raise ConfigError(FIELD, asked, "is not a choice of units", UNIT_CHOICES)
     if not layout.active_axes(*STATE_AXES):
         if asked == BLOCKS:
             return ()
@@ -90,7 +90,7 @@ def choose_units(
         for each in blocks
     ]
     if asked != BLOCKS and not any(lists):
-        problem = "the model has no list of repeated blocks, of which it would take so many"
+        problem = "the model has no list of repeated blocks to count"
         raise ConfigError(FIELD, asked, problem, "hold them in a ModuleList, or name modules")
     return tuple(tuple(each[i : i + size]) for each in lists for i in range(0, len(each), size))
 
@@ -127,7 +127,7 @@ def _named_units(
             raise ConfigError(FIELD, pattern, problem, "leave one of the two patterns out")
         path = name.split(".")
         if any(called_by_data(model, ".".join(path[: i + 1])) for i in range(len(path))):
-            problem = f"{name} is called only where data say so, and ranks have other samples"
+            problem = f"{name} is called only for some data, and ranks have different samples"
             raise ConfigError(FIELD, pattern, problem, "name the module around it that always runs")
     _check_ties(weights, matched)
     return tuple(name for name in named if name in matched)

@@ -326,7 +326,7 @@ def _once_a_step(step: Step) -> Step:
 
 def _check_precision(precision: str, reduce: str, sync: Sync | None) -> None:
     if precision == "fp8":
-        problem = "float8 is for what linears multiply; all else is computed in bf16"
+        problem = "float8 covers only the matmuls of linears; all else is computed in bf16"
         fix = 'use bf16, with float8 = "rowwise" beside it'
         raise ConfigError("precision.compute", precision, problem, fix)
     if precision not in DTYPES:
@@ -343,7 +343,7 @@ def _check_precision(precision: str, reduce: str, sync: Sync | None) -> None:
             problem = "gradients in fp16 are scaled, and bf16 keeps fewer of their digits"
         raise ConfigError("precision.reduce", reduce, problem, 'use it with compute = "bf16"')
     if sync is not None and not (sync.plain or sync.independent):
-        problem = f"{sync.name} and its codec say in which dtype replicas exchange gradients"
+        problem = f"{sync.name} and its codec set the dtype in which replicas exchange gradients"
         fix = 'leave reduce out, and use [sync] codec = "bf16"'
         raise ConfigError("precision.reduce", reduce, problem, fix)
 
@@ -363,7 +363,7 @@ def _check_modules(model: nn.Module) -> None:
             raise UnsupportedModel(
                 "model",
                 name or type(module).__name__,
-                "is compiled by torch.jit: it takes no hooks, and no other tensors for its weights",
+                "is compiled by torch.jit, so weft can neither add hooks nor replace its weights",
                 "hold the module itself, without torch.jit.script or torch.jit.trace around it;"
                 " functions may be scripted",
             )
@@ -431,7 +431,8 @@ def _check_shared(
                 raise UnsupportedModel(
                     "layout",
                     str(layout),
-                    f"{weight.name} is shared with {owner}, which would not know that it is cut",
+                    f"{weight.name} is shared with {owner}, which would read its shard as"
+                    " the whole weight",
                     f'declare the modules that hold it "whole" in [roles], {owner} among them',
                 )
 

@@ -40,8 +40,8 @@ def check_prefetch(plan: Plan) -> None:
         )
     for around in plan.recomputed():
         if any(unit != around and is_inside(unit, around) for unit in units):
-            problem = f"backward runs the units in {around} again, in the order of its forward,"
-            problem += " and what is gathered ahead then would be gathered in vain"
+            problem = f"backward recomputes the units in {around} in the order of forward,"
+            problem += " so weights gathered ahead in the order of backward would not be used next"
             fix = "leave it out, make whole blocks the units, or leave recompute out"
             raise ConfigError("train.fsdp_prefetch", depth, problem, fix)
 
@@ -52,6 +52,6 @@ def check_offload(offload: bool, blocks: Sequence[str]) -> None:
         raise UnsupportedModel(
             "train.offload_activations",
             offload,
-            "the model has no list of repeated blocks, whose activations would be offloaded",
+            "the model has no list of repeated blocks, and activations are offloaded by blocks",
             "leave it out, or hold them in a ModuleList",
         )

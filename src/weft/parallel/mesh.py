@@ -55,7 +55,7 @@ class Mesh:
             raise LayoutError(
                 "layout",
                 str(layout),
-                f"it has {self._here.world} ranks, {world} processes run",
+                f"it needs {self._here.world} ranks, and {world} processes are running",
                 f"start {self._here.world} processes",
             )
         self._world_rank = dist.get_rank() if world > 1 else 0

@@ -58,8 +58,8 @@ def find_parts(
                 raise UnsupportedModel(
                     field_of_part(known),
                     lines[known],
-                    f"{weight.name} and {alias} are one weight, which it does not hold under both"
-                    " names",
+                    f"{weight.name} and {alias} are one tied weight, and this pattern matches"
+                    " only one of the names",
                     "write a line above it that matches both modules",
                 )
         if line is not None:
@@ -111,7 +111,7 @@ def parts_on(
     for part in parts:
         _check_axes(part, layout)
         if sync is not None and not sync.plain:
-            problem = f"parts of a model are not exchanged by {sync.name}, nor through a codec"
+            problem = f"[layout.parts] works only without {sync.name} and without a codec"
             fix = "leave [sync] out, or the parts"
             raise ConfigError(field_of_part(part.pattern), str(part.placed), problem, fix)
         found.append(replace(part, placed=part.placed.within(layout)))
@@ -137,8 +137,8 @@ def _check_axes(part: Part, layout: Layout) -> None:
 
     for axis in (*placed.axes, *placed.beside):
         if axis not in DIVIDING:
-            fix = f'write {", ".join(DIVIDING)}, as far as they divide it, or "whole"'
-            raise refuse(f"{axis} is no axis that a part can name", fix)
+            fix = f'write those of {", ".join(DIVIDING)} that divide the part, or "whole"'
+            raise refuse(f"{axis} is not an axis that a part can name", fix)
         if axis not in layout.axes:
             fix = f'leave {axis} out ("whole" if no axis is left), or use a layout with it'
             if axis in STATE_AXES:
@@ -152,7 +152,7 @@ def _check_axes(part: Part, layout: Layout) -> None:
             problem = f"rows are not sharded over the ranks of {first} and {axis} together"
             raise refuse(problem, f"write {sharding}+{CUTTING[0]}")
         if layout.size(first) == 1 < layout.size(axis):
-            problem = f"{first} has one rank, and shards nothing over those of {axis}"
+            problem = f"{first} has one rank, so it cannot shard rows over the ranks of {axis}"
             raise refuse(problem, f"use {first}2, or leave +{axis} out")
 
 
@@ -175,7 +175,7 @@ def roles_with_parts(
         for pattern, matched in lines.items():
             declared = (roles or {})[pattern]
             if matched and {*matched} <= {*inside} and declared != "whole":
-                problem = f"it is whole, by {field_of_part(part.pattern)}"
+                problem = f"it is kept whole by {field_of_part(part.pattern)}"
                 fix = f"leave one of the two lines out, or name {CUTTING[0]} there"
                 raise ConfigError(f'roles."{pattern}"', declared, problem, fix)
         declared_too = {name for matched in lines.values() for name in matched}
@@ -199,9 +199,11 @@ def check_parts(parts: Iterable[Part], steps: Iterable[Step]) -> None:
                 continue
             problem = ""
             if param.cut is not None and param.axis not in part.placed.axes:
-                problem = f"{param.name} is cut over {param.axis} with what is around it"
+                problem = (
+                    f"{param.name} is sharded over {param.axis} together with the module around it"
+                )
             elif param.axis in part.placed.beside:
-                problem = f"{param.name} has another gradient on each rank of {param.axis}, in"
+                problem = f"{param.name} has a different gradient on each rank of {param.axis}, in"
                 problem += f" {step.module or 'the model'}"
             if problem:
                 raise UnsupportedModel(

@@ -71,7 +71,7 @@ def check_stages(
             raise UnsupportedModel(
                 "pipeline.cut",
                 one.first,
-                f"cuts {inside} in two, which is one unit of {units[inside]}",
+                f"cuts {inside} in two, which must stay one unit of {units[inside]}",
                 f"cut before {inside} or before what follows it",
             )
     keeping = next((u for u in units if u in staging.around), None)
@@ -79,8 +79,8 @@ def check_stages(
         raise UnsupportedModel(
             "pipeline.cut",
             staging.stages[1].first,
-            f"{keeping} keeps a tensor that is read outside of it, so that every stage runs its"
-            f" code, and it is one unit of {units[keeping]}",
+            f"{keeping} keeps a tensor that other modules read, so every stage would run its"
+            f" code, and it must stay one unit of {units[keeping]}",
             f"return the tensor from {keeping}",
         )
     if not staged.versions:
@@ -89,7 +89,7 @@ def check_stages(
         raise ConfigError(
             "precision.compute",
             precision,
-            f"{staged.name} updates each stage by itself, and a loss scale is of all",
+            f"{staged.name} updates each stage by itself, and all stages share one loss scale",
             "use bf16 or fp32, or a synchronous schedule such as 1f1b",
         )
     if layout.active_axes(*STATE_AXES):
@@ -106,7 +106,8 @@ def check_stages(
             raise UnsupportedModel(
                 "layout",
                 str(layout),
-                f"{min(both)} is used by two stages, which {staged.name} updates at other times",
+                f"{min(both)} is used by two stages, which {staged.name} updates at"
+                " different times",
                 "untie it, or use a synchronous schedule such as 1f1b",
             )
         seen |= set(one.weights)
@@ -128,8 +129,8 @@ def check_called_modules(layout: Layout, staging: Staging, steps: Sequence[Step]
                 raise UnsupportedModel(
                     "layout",
                     str(layout),
-                    f"stage {one.index} uses {name} without {those[0].module}, and would not know"
-                    f" that {axis} cuts it",
+                    f"stage {one.index} uses {name} without calling {those[0].module}, so it"
+                    f" would read a shard over {axis} as the whole weight",
                     f"call {those[0].module}, or a module that is tied to it, where it is used",
                 )
 

@@ -40,14 +40,17 @@ def recomputed_modules(
     outermost = [name for name in named if name in matched and not _within(name, matched)]
     for name in outermost:
         if around := _within(name, blocks):
-            problem = f"{name} is inside of {around}, which is computed again as a whole or not"
+            problem = f"{name} is inside of {around}, which is recomputed as a whole or not at all"
             raise ConfigError(FIELD, matched[name], problem, f'write "{around}"')
         if inside := [block for block in blocks if _within(block, [name])]:
-            problem = f"{name} holds blocks, each of which is computed again by itself"
+            problem = f"{name} holds blocks, and each block is recomputed by itself"
             fix = f'name blocks, as "{inside[0]}"'
             raise ConfigError(FIELD, matched[name], problem, fix)
         if name not in blocks and may_drop(model.get_submodule(name)):
-            problem = f"{name} drops out and is in no list of blocks: its masks would be others"
+            problem = (
+                f"{name} has dropout and is in no list of blocks: recomputation would draw"
+                " other masks"
+            )
             fix = "hold such modules in a ModuleList, or leave it out"
             raise ConfigError(FIELD, matched[name], problem, fix)
     return tuple(outermost)

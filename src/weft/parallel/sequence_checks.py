@@ -69,15 +69,21 @@ def check_shared_sequence(
             problem = "the model's own attention needs all keys at once, and all heads"
             refuse(problem, f"write {axis}+gather, or give the model attn_implementation 'sdpa'")
     elif kind != "sdpa" and not whole and getattr(model, "_supports_sdpa", True):
-        problem = f"the model computes attention by {kind!r}, of the positions that a rank has"
+        problem = (
+            f"the model computes attention by {kind!r}, so each rank would attend only to its"
+            " own positions"
+        )
         refuse(problem, 'build it with attn_implementation="sdpa"')
     elif kind != "sdpa" and not whole:
-        problem = "modules of the model mix positions by themselves, of those that a rank has:"
+        problem = (
+            "modules of the model mix positions outside attention, so each rank would mix"
+            " only its own positions:"
+        )
         problem += f" they call neither {core} nor transformers' attention interface"
         fix = 'declare them "whole_sequence" under [roles]: all ranks then compute all positions'
         refuse(problem, f"{fix}; or use dp or fsdp")
     if roles.mixers and layout.has_option("sequence"):
-        problem = f"{roles.mixers[0]} needs whole sequences, and tp's ranks part them once more"
+        problem = f"{roles.mixers[0]} needs whole sequences, and tp+sequence would split them again"
         fix = 'or, if it takes each position by itself, declare it "positionwise" under [roles]'
         refuse(problem, f"use tp without sequence, {fix}")
     parts = layout.size(*SEQUENCE_AXES)
@@ -97,7 +103,8 @@ def check_shared_sequence(
             refuse(
                 f"{chain.row} has {heads} heads and {kv} key heads on a rank, and Ulysses has"
                 f" {size} ranks",
-                "use cp, whose keys travel, or a size that divides them",
+                "use cp, which exchanges keys between ranks, or a size that divides the"
+                " heads and key heads",
             )
 
 

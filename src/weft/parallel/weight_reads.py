@@ -35,7 +35,7 @@ def without_weights_read_elsewhere(request: PlanRequest, roles: Roles) -> Roles:
         return roles
     declared = [n for n in read if any(fnmatchcase(n, p) for p in request.roles or ())]
     for name in declared:
-        problem = f"its weight is read by {read[name]}, which would have a part of it"
+        problem = f"its weight is read by {read[name]}, which would see only a shard of it"
         raise UnsupportedModel(f"roles.{name}", "cut", problem, 'declare it "whole"')
     chains = tuple(c for c in roles.chains if not {owner for _, owner in _weights(c)} & read.keys())
     gone = [chain_module(c) for c in roles.chains if c not in chains]
@@ -78,7 +78,7 @@ def check_unit_reads(request: PlanRequest, parts: Iterable[Part], steps: Iterabl
             raise UnsupportedModel(
                 field_of_part(part.pattern),
                 str(part.placed),
-                f"{weight} is read by {reader}, which would have a rank's rows of it",
+                f"{weight} is read by {reader}, which would see only one rank's rows of it",
                 f"leave +{part.placed.beside[0]} out",
             )
 
@@ -95,7 +95,8 @@ def check_named_units(request: PlanRequest, steps: Iterable[Step]) -> None:
     read = _read_elsewhere(request, [(p.name, s.module) for s in units for p in s.params])
     for unit, reader in read.items():
         problem = f"its weights are read by {reader}, which runs outside of it"
-        fix = f"leave it out, or name {reader if is_inside(unit, reader) else 'what holds both'}"
+        fix = "leave it out, or name "
+        fix += reader if is_inside(unit, reader) else "a module that holds both"
         raise ConfigError("layout.fsdp_units", unit, problem, fix)
 
 

@@ -27,7 +27,9 @@ def plan_whole_batch(plan: Plan, loss: Callable[..., Any] | None) -> Plan:
     name = getattr(loss, "__name__", type(loss).__name__)
 
     def refuse(problem: str, fix: str) -> ConfigError:
-        return ConfigError("loss", name, f"is of the whole batch, and {problem}", fix)
+        return ConfigError(
+            "loss", name, f"compares the samples of the whole batch, and {problem}", fix
+        )
 
     if accepts_sharded_logits(loss) or is_positionwise(loss):
         other = "vocab_parallel" if accepts_sharded_logits(loss) else "positionwise"
@@ -37,7 +39,7 @@ def plan_whole_batch(plan: Plan, loss: Callable[..., Any] | None) -> Plan:
         )
     if shared := plan.layout.active_axes(*SEQUENCE_AXES):
         axis = ".".join(shared)
-        raise refuse(f"{axis} leaves each rank a part of each sample", f"leave {axis} out")
+        raise refuse(f"under {axis} each rank has only a part of each sample", f"leave {axis} out")
     if plan.replicas_step_independently:
         assert plan.sync is not None
         raise refuse(

@@ -81,12 +81,12 @@ class _Chain:
         n = self.atoms = len(costs)
         self.parts, self.limit = parts, limit
         if parts < 1:
-            raise ConfigError(FIELD, parts, "a pipeline has at least one stage", "use 1 or more")
+            raise ConfigError(FIELD, parts, "a pipeline needs at least one stage", "use 1 or more")
         if n < parts:
             raise ConfigError(
                 FIELD,
                 parts,
-                f"there are {n} parts of the model to share out",
+                f"the model has only {n} parts to divide among stages",
                 f"use at most {n} stages",
             )
         time = np.asarray(costs, dtype=float)

@@ -108,7 +108,7 @@ class ForwardPath:
                 raise UnsupportedModel(
                     "pipeline.cut",
                     point,
-                    f"it runs no later than {before}, which is named before it",
+                    f"it does not run after {before}, which is named before it",
                     "name the modules in the order in which they run, each once",
                 )
             self._check_reachable(point, calls[name][0])
@@ -139,7 +139,8 @@ class ForwardPath:
                 "pipeline.cut",
                 point,
                 f"it runs inside {what}, called at {held.line}: `{held.text}`",
-                "cut outside of it; of recomputation, leave it to weft instead of the model",
+                "cut outside of it; if it is recomputation, use train.recompute instead"
+                " of the model's own",
             )
 
     def stage_of(self, index: int) -> int:

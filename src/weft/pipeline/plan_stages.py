@@ -73,7 +73,7 @@ def make_stages(
         raise ConfigError(
             "sample",
             None,
-            "a pipeline is cut along a forward of the model",
+            "weft cuts a pipeline along a forward of the model, which needs a sample",
             "give a batch of two samples",
         )
     where = pipeline.cut
@@ -100,8 +100,8 @@ def make_stages(
         raise ConfigError(
             "pipeline.schedule",
             made.name,
-            "a gate adds a loss of its own, and each stage would have to know what counts in a"
-            " microbatch",
+            "an expert gate adds a balancing loss, and each stage would need the number of"
+            " tokens that count in a microbatch",
             "balance by a bias instead, or use a synchronous schedule such as 1f1b",
         )
     check_split_points(where, made.stages, f"{made.name} over {layout}")
@@ -124,8 +124,8 @@ def _check_checkpoints(recorded: ForwardGraph) -> None:
         raise UnsupportedModel(
             "model",
             changed,
-            "is changed inside of torch.utils.checkpoint, so once more in backward, which a"
-            " pipeline runs in another order",
+            "is changed inside torch.utils.checkpoint, so backward changes it again, and a"
+            " pipeline runs backward in another order",
             'leave the checkpoint out and set train.recompute = "full"',
         )
 
@@ -175,7 +175,7 @@ def choose_schedule(
         raise ConfigError(
             f"pipeline.{option}",
             value,
-            f"the schedule {schedule.name} is made already",
+            f"the schedule {schedule.name} is a Schedule object, which takes no options",
             "leave it out",
         )
     made = (
@@ -184,9 +184,12 @@ def choose_schedule(
         else _call(schedule, ranks, microbatches, options)
     )
     if (made.ranks, made.microbatches) != (ranks, microbatches):
-        problem = f"has {made.ranks} ranks and {made.microbatches} microbatches"
+        problem = f"was made for {made.ranks} ranks and {made.microbatches} microbatches"
         raise ConfigError(
-            "pipeline.schedule", made.name, problem, f"make it for {ranks} and {microbatches}"
+            "pipeline.schedule",
+            made.name,
+            problem,
+            f"make it for {ranks} ranks and {microbatches} microbatches",
         )
     schedules.require_valid(made)
     return made
@@ -221,12 +224,12 @@ def check_split_points(where: str | Sequence[str], stages: int, who: str) -> Non
     the schedule in the error."""
     if not isinstance(where, str):
         if len(where) != stages - 1:
-            fix = "name the module with which each but the first begins"
+            fix = "name the first module of each stage but the first"
             raise ConfigError("pipeline.cut", list(where), f"{who} has {stages} stages", fix)
     elif where not in SPLIT_MEASURES:
         choices, hint = ", ".join(SPLIT_MEASURES), nearest(where, SPLIT_MEASURES)
         fix = f"choose one of {choices}, or name modules; {hint}"
-        raise ConfigError("pipeline.cut", where, "not a way to cut", fix)
+        raise ConfigError("pipeline.cut", where, "not a way to cut stages", fix)
 
 
 def _has_work_before(recorded: ForwardGraph, atoms: Sequence[SplitPoint]) -> bool:
@@ -253,8 +256,8 @@ def _points(
     if len(atoms) == made.stages - 1 and _has_work_before(recorded, atoms):
         return tuple(atom.module for atom in atoms)  # what is called several times comes first
     if len(atoms) < made.stages:
-        problem = f"has {made.stages} stages, and the model {len(atoms)} modules that are called"
-        problem += " once, to begin a stage with"
+        problem = f"has {made.stages} stages, and the model has only {len(atoms)} modules at which"
+        problem += " a stage can begin"
         if len(atoms) > 1:
             fix = "use fewer stages, or name modules that are called once in [pipeline] cut"
             raise UnsupportedModel("pipeline.schedule", made.name, problem, fix)

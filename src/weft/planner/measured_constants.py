@@ -91,7 +91,7 @@ def _read(file: Path, run: RunConfig, device: str) -> list[MeasuredRun]:
     folder = file if file.is_dir() else file.parent
     if folder != file and file.name != METRICS:
         fix = f"name the {METRICS} of a run, or a .csv file with the columns layout and step_s"
-        raise ConfigError(OPTION, str(file), "is no file of measured steps", fix)
+        raise ConfigError(OPTION, str(file), "is not a file of measured steps", fix)
     return [read_run_folder(folder, device, OPTION)]
 
 

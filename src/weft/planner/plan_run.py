@@ -52,7 +52,10 @@ def limit_memory(cluster: Cluster, memory_gib: float | None) -> Cluster:
     if not 0 < memory_gib <= device.memory_gib:
         fix = f"give more than 0 and at most {device.memory_gib:g} GiB"
         raise ConfigError(
-            "--max-memory", memory_gib, f"is no part of the memory of {cluster.hardware.name}", fix
+            "--max-memory",
+            memory_gib,
+            f"is not between 0 and the memory of {cluster.hardware.name}",
+            fix,
         )
     small = device.model_copy(update={"memory_gib": memory_gib})
     return cluster.model_copy(
@@ -97,7 +100,10 @@ def plan_for_cluster(
     """
     if run.workers:
         raise ConfigError(
-            "workers", list(run.workers), "has no layout to choose", "leave [workers] out"
+            "workers",
+            list(run.workers),
+            "run whole modules, so there is no layout to choose",
+            "leave [workers] out",
         )
     where = limit_memory(Cluster.parse(cluster), memory_gib)
     named = era_of(where, era, run)
@@ -158,8 +164,10 @@ def parse_patterns(layouts: Sequence[str]) -> list[LayoutPattern]:
     found = list(dict.fromkeys(LayoutPattern.parse(layout) for layout in layouts)) or [ANY]
     for one in found:
         if len(found) > 1 and not one.exact:
-            problem = "is a pattern, and a search has one"
-            raise LayoutError("--layout", one.text, problem, "give it alone, or whole layouts")
+            problem = "is a pattern, and a search takes only one pattern"
+            raise LayoutError(
+                "--layout", one.text, problem, "give it alone, or give complete layouts"
+            )
     return found
 
 
@@ -183,7 +191,11 @@ def plan_notes(
             and not pattern.given(STAGE_AXIS)
             and any(row.schedule for row in found.rows)
         )
-        return [f"{name} is not searched: a whole --layout is priced with it"] if own else []
+        return (
+            [f"the search leaves out {name}: give a complete --layout to estimate it"]
+            if own
+            else []
+        )
     named = "" if len(found.rows) == 1 else "{}: "
     said = [
         named.format(row.layout) + way
@@ -192,7 +204,7 @@ def plan_notes(
         for way in single_layout.other_ways(question, row, judge)
     ]
     if any(row.schedule for row in found.rows) and not isinstance(judge.run.pipeline.cut, str):
-        said.append("pipeline.cut names where stages begin: they are priced as if they were even")
+        said.append("pipeline.cut names where stages begin, but the estimate assumes even stages")
     return said
 
 

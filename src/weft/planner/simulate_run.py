@@ -60,7 +60,7 @@ class SimulateRequest:
         if (self.scale is None) != (self.to is None):
             name, value = ("--scale", self.scale) if self.to is None else ("--to", self.to)
             raise ConfigError(
-                name, value, "one goes with the other", "write --scale weak --to 4096"
+                name, value, "--scale and --to go together", "write --scale weak --to 4096"
             )
         takes = {
             "--checkpoint": self.checkpoint_s,
@@ -70,7 +70,9 @@ class SimulateRequest:
         for name, number in takes.items():
             if number is not None and not self.fails:
                 fix = "write --mtbf HOURS or --node-mtbf HOURS too, or leave it out"
-                raise ConfigError(name, number, "is of failures, and none are asked for", fix)
+                raise ConfigError(
+                    name, number, "applies only to failures, and the simulation has none", fix
+                )
         given = {
             "--mtbf": self.mtbf_h,
             "--node-mtbf": self.node_mtbf_h,
@@ -78,15 +80,15 @@ class SimulateRequest:
         }
         for name, number in given.items():
             if number is not None and not (math.isfinite(number) and number > 0):
-                raise ConfigError(name, number, "cannot be", "write a number above 0")
+                raise ConfigError(name, number, "is not allowed", "write a number above 0")
         if self.fails and (self.checkpoint_s is None) == (self.storage_gbps is None):
-            problem = "is not said" if self.checkpoint_s is None else "is said by --storage too"
+            problem = "is not given" if self.checkpoint_s is None else "is given by --storage too"
             fix = (
                 "write either --checkpoint 20 (seconds) or --storage 100 (GB per second of all"
                 " ranks together)"
             )
             raise ConfigError(
-                "--checkpoint", self.checkpoint_s, f"what a checkpoint takes {problem}", fix
+                "--checkpoint", self.checkpoint_s, f"the time of a checkpoint {problem}", fix
             )
 
     @property
@@ -119,7 +121,12 @@ def make_scenario(
         Refusal: The run cannot be laid so, or a file cannot be used.
     """
     if run.workers:
-        raise ConfigError("workers", list(run.workers), "has no layout", "leave [workers] out")
+        raise ConfigError(
+            "workers",
+            list(run.workers),
+            "run whole modules, so there is no layout to simulate",
+            "leave [workers] out",
+        )
     where = Cluster.parse(cluster)
     learned = measured_constants(run, where, era_of(where, era, run), measured, kept)
     bare, held = build_skeleton(run), build_dataset(run)
@@ -157,7 +164,7 @@ def parse_slow_link(text: str) -> tuple[str, float]:
         return axis, float(factor)
     except ValueError:
         fix = "write tp=4 for a quarter of the bandwidth"
-        raise ConfigError("--slow-link", text, "is not an axis and a factor", fix) from None
+        raise ConfigError("--slow-link", text, "is not an axis with a factor", fix) from None
 
 
 def require_unique(pairs: Iterable[tuple[Any, float]], field: str) -> dict[Any, float]:
@@ -165,7 +172,7 @@ def require_unique(pairs: Iterable[tuple[Any, float]], field: str) -> dict[Any, 
     found: dict[Any, float] = {}
     for name, factor in pairs:
         if name in found:
-            what = "a device anywhere" if name is None else f"{name}"
+            what = "--slow without a device" if name is None else f"{name}"
             raise ConfigError(field, factor, f"{what} is given twice", "name each once")
         found[name] = factor
     return found
@@ -174,7 +181,7 @@ def require_unique(pairs: Iterable[tuple[Any, float]], field: str) -> dict[Any, 
 def parse_scale_mode(text: str | None) -> Mode | None:
     """Raises ConfigError."""
     if text not in (None, "weak", "strong"):
-        raise ConfigError("--scale", text, "is no way to scale", "write weak or strong")
+        raise ConfigError("--scale", text, "is not a way to scale", "write weak or strong")
     return cast(Mode | None, text)
 
 

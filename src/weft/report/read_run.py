@@ -74,7 +74,7 @@ class RunRecord:
 def read_run(folder: Path) -> RunRecord:
     """Raises ConfigError where this is no folder of a run."""
     if not folder.is_dir():
-        problem = "is no folder" if folder.exists() else "is not there"
+        problem = "is not a folder" if folder.exists() else "is not there"
         raise ConfigError("RUN_DIR", str(folder), problem, _FIX)
     if not any((folder / name).exists() for name in (METRICS, RUN_FILE)):
         problem = f"has neither {METRICS} nor {RUN_FILE}: no run of weft train"

@@ -51,7 +51,7 @@ def page_html(page: dict[str, Any]) -> str:
 def write_html(path: Path, page: dict[str, Any]) -> int:
     """Write the file; returns its bytes. Raises ConfigError."""
     if path.suffix != ".html":
-        raise ConfigError("--out", str(path), "is no HTML file", "name a .html")
+        raise ConfigError("--out", str(path), "is not an HTML file", "name a .html")
     content = page_html(page).encode("utf-8", errors="replace")
     try:
         replace_file(path, content)

@@ -89,8 +89,8 @@ def check_sync(
             raise ConfigError(
                 "sync.codec",
                 sync.codec.name,
-                f"in {layout} FSDP2 gives it what {cut} cuts and what {cut} copies in one piece,"
-                " and the copies would part",
+                f"in {layout} FSDP2 hands the codec weights that {cut} shards and weights that"
+                f" {cut} replicates in one tensor, and the replicated ones would diverge",
                 "use bf16 or fp16, or dp beside or in place of fsdp",
             )
         return [f"gradients are reduce-scattered over fsdp in {sync.codec.name}"]
@@ -100,7 +100,7 @@ def check_sync(
             "sync.local",
             sync.local,
             f"does not divide the {size} replicas of {layout}",
-            "use a divisor",
+            "use a divisor of that number",
         )
     return [f"gradients are summed over dp by {sync.name}, in {sync.codec.name}"]
 
@@ -113,18 +113,18 @@ def _check_separate(layout: Layout, sync: LocalSteps | AsyncServers, precision: 
         other = (
             "sends differences of weights"
             if isinstance(sync, LocalSteps)
-            else "has a server update weights"
+            else "updates weights at a server"
         )
         raise ConfigError(
             "sync.codec",
             sync.codec.name,
-            f"has a momentum of gradients, and {sync.name} {other}",
+            f"keeps momentum of gradients, and {sync.name} {other}",
             'use another codec, or name = "allreduce"',
         )
     if isinstance(sync, AsyncServers):
         _check_servers(layout, sync.servers)
         if precision == "fp16":
-            problem = "each replica would have a loss scale of its own, and skip other steps"
+            problem = "each replica would have its own loss scale, and skip different steps"
             raise ConfigError(
                 "precision.compute", precision, problem, "use bf16 or fp32, or staleness = 0"
             )
@@ -149,7 +149,8 @@ def check_gate_biases(model: nn.Module, sync: Sync) -> None:
         raise ConfigError(
             "sync.name",
             sync.name,
-            f"each replica would move {name} by its own tokens: only weights are synchronised",
+            f"each replica would update {name} from its own tokens, because only weights"
+            " are synchronised",
             'balance by a loss instead of a bias, or use name = "allreduce"',
         )
 

@@ -53,8 +53,8 @@ def make_sync(
     parameters = [p for p in inspect.signature(known[name]).parameters if p != "codec"]
     for option in options:
         if option not in parameters:
-            fix = nearest(option, parameters) if parameters else f"{name} has none but codec"
-            raise ConfigError(f"sync.{option}", options[option], f"is no option of {name}", fix)
+            fix = nearest(option, parameters) if parameters else f"{name} takes no option but codec"
+            raise ConfigError(f"sync.{option}", options[option], f"is not an option of {name}", fix)
     if isinstance(codec, str):
         codec = codecs.make_codec(codec)
     elif isinstance(codec, Mapping):

@@ -59,5 +59,5 @@ def _read(scalars: Mapping[str, Any]) -> tuple[int, float] | None:
             return None
         case [int(step), float(loss)] if step >= 0 and not isinstance(step, bool):
             return step, loss
-    problem = "is no step and its validation loss"
+    problem = "is not a step with its validation loss"
     raise CheckpointError(BEST, scalars[BEST], problem, "use a checkpoint that weft saved")

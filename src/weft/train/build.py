@@ -273,7 +273,7 @@ def build_callbacks(run: RunConfig) -> list[Any]:
     for entry in loggers:
         name, arguments = _named_table(field, entry, "wandb")
         if name not in LOGGERS:
-            raise ConfigError(field, name, "is no logger", nearest(name, LOGGERS))
+            raise ConfigError(field, name, "is not a logger", nearest(name, LOGGERS))
         made.append(call_named(LOGGERS[name], name, field, (), arguments))
     return made
 

@@ -30,7 +30,9 @@ def build_dataset(run: RunConfig, split: str = "train") -> data.Dataset | Stream
     table = run.data
     made = _blend(run, table.blend, split) if table.blend else _source(run, table, split)
     if table.group_by_length and isinstance(made, Stream):
-        problem = "sorts samples by length, and an iterable's are not known before they are read"
+        problem = (
+            "sorts samples by length, and an iterable's lengths are not known before they are read"
+        )
         fix = "leave it out, or give one map-style dataset"
         raise ConfigError("data.group_by_length", table.group_by_length, problem, fix)
     if table.shuffle_buffer and not isinstance(made, Stream):
@@ -120,7 +122,7 @@ def build_collate(run: RunConfig) -> data.Collate | None:
             for key, value in (made.items() if isinstance(made, Mapping) else {"": made}.items())
         }
         if any(found != [len(samples)] for found in rows.values()) or not rows:
-            problem = f"returns, of {len(samples)} samples, first dims or types {rows}"
+            problem = f"returns first dims or types {rows} for {len(samples)} samples"
             fix = f"return a dict of tensors whose first dim is the samples, here {len(samples)}"
             raise DataError("data.collate", name, problem, fix)
         return dict(made)
@@ -137,7 +139,7 @@ def count_steps(run: RunConfig) -> RunConfig:
     held = build_dataset(run)
     samples = held.size() if isinstance(held, Stream) else len(held)
     if samples is None:
-        problem = "[data] names an iterable, which says no length"
+        problem = "[data] names an iterable, whose length is not known"
         raise DataError("train.epochs", train.epochs, problem, "set train.steps in its place")
     batches = samples // train.batch
     if not (steps := round(train.epochs * batches)):

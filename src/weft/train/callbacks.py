@@ -259,7 +259,7 @@ class EarlyStopping:
     def on_run_end(self, run: WatchedRun) -> None:
         if self.metric not in self.came:
             hint = f": {nearest(self.metric, self.came)}" if self.came else ""
-            run.say(f"{self.metric} never came, so EarlyStopping looked at nothing{hint}")
+            run.say(f"no metrics had {self.metric}, so EarlyStopping never acted{hint}")
 
     def _look(self, run: WatchedRun, metrics: Line) -> None:
         self.came |= metrics.keys()

@@ -134,7 +134,7 @@ def chat(
         raise DataError("seq_len", seq_len, "holds no question and answer", "use 2 or more")
     if too_long not in ("refuse", "cut", "drop"):
         fix = 'choose "refuse", "cut" or "drop"'
-        raise DataError("too_long", too_long, "is no way to treat long conversations", fix)
+        raise DataError("too_long", too_long, "is not a way to treat long conversations", fix)
     coder = _chat_tokenizer(tokenizer, template)
     val = held_out(split)
     rows = [row for pattern in patterns for row in _rows(pattern, column)]
@@ -198,7 +198,7 @@ def _rows(pattern: str, column: str) -> Iterator[tuple[str, Any]]:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as error:
                     fix = "write one JSON object on each line"
-                    raise DataError("chat", where, f"is no JSON ({error})", fix) from error
+                    raise DataError("chat", where, f"is not JSON ({error})", fix) from error
                 if not isinstance(row, Mapping) or column not in row:
                     keys = sorted(row) if isinstance(row, Mapping) else type(row).__name__
                     problem = f"has no {column!r} among {keys}"
@@ -228,7 +228,7 @@ def _rows_on_disk(folder: str, column: str) -> Iterator[tuple[str, Any]]:
 def _chat_tokenizer(tokenizer: str | Path, template: str | Path | None) -> Any:
     fix = "name a model directory that holds its tokenizer: data.tokenizer"
     if not str(tokenizer):
-        raise DataError("tokenizer", None, "a chat template belongs to a tokenizer", fix)
+        raise DataError("tokenizer", None, "a chat template needs a tokenizer", fix)
     transformers = import_extra("transformers", "tokenizer", str(tokenizer))
     try:
         coder = transformers.AutoTokenizer.from_pretrained(
@@ -251,7 +251,7 @@ def _chat_tokenizer(tokenizer: str | Path, template: str | Path | None) -> Any:
 def _conversation(coder: Any, messages: Any, where: str, column: str) -> Conversation:
     roles = [m.get("role") if isinstance(m, Mapping) else None for m in _listed(messages)]
     if None in roles or not roles:
-        problem = f"its {column} is no list of messages with role and content"
+        problem = f"its {column} is not a list of messages with role and content"
         raise DataError("chat", where, problem, 'write [{"role": ..., "content": ...}, ...]')
     if "assistant" not in roles:
         fix = 'answers have the role "assistant"'
@@ -290,7 +290,7 @@ def _by_turns(coder: Any, messages: Any, roles: Sequence[Any], where: str) -> Co
         asked = _written(coder, messages[:turn], True)
         told = _written(coder, messages[: turn + 1], False)
         if told[: len(asked)] != asked or whole[: len(told)] != told:
-            problem = "the template writes earlier messages otherwise once there are later ones"
+            problem = "the template changes earlier messages when later ones follow"
             fix = "mark the answers in the template by {% generation %} ... {% endgeneration %}"
             raise DataError("chat", where, problem, fix)
         answers[len(asked) : len(told)] = True

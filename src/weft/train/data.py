@@ -52,7 +52,7 @@ class Dataset(Sized, Protocol):
 def held_out(split: str) -> bool:
     """Whether this split is the held-out one. Raises DataError for an unknown split."""
     if split not in ("train", "val"):
-        raise DataError("split", split, "is no split", nearest(split, ("train", "val")))
+        raise DataError("split", split, "is not a split", nearest(split, ("train", "val")))
     return split == "val"
 
 
@@ -75,7 +75,7 @@ class Text:
         self, tokens: np.ndarray, seq_len: int, tokenizer: Tokenizer, field: str, source: object
     ):
         if seq_len < 1:
-            raise DataError("seq_len", seq_len, "is no length", "use 1 or more")
+            raise DataError("seq_len", seq_len, "is not a number of tokens", "use 1 or more")
         if len(tokens) <= seq_len:
             problem = f"this split holds {len(tokens)} tokens, and one sample takes {seq_len + 1}"
             raise DataError(field, source, problem, "give more text or a smaller seq_len")
@@ -178,7 +178,7 @@ def text(
                 "text",
                 pattern,
                 "no file matches",
-                "give files or patterns as seen from where weft is run",
+                "give files or patterns relative to the folder in which weft runs",
             )
         found |= matches
     if tokenizer is None:
@@ -230,7 +230,10 @@ def hf(
     datasets = import_extra("datasets", "hf", str(path))
     if not Path(path).is_dir():
         raise DataError(
-            "hf", str(path), "is no directory", "give a directory written by Dataset.save_to_disk"
+            "hf",
+            str(path),
+            "is not a directory",
+            "give a directory written by Dataset.save_to_disk",
         )
     try:
         data: Any = datasets.load_from_disk(str(path))
@@ -255,7 +258,7 @@ def hf(
     columns = [name for name, kind in data.features.items() if kind == datasets.Value("string")]
     if column not in columns:
         raise DataError(
-            "column", column, f"is no column of text in {str(path)!r}", nearest(column, columns)
+            "column", column, f"is not a column of text in {str(path)!r}", nearest(column, columns)
         )
     coder: Tokenizer = Bytes() if tokenizer is None else load_tokenizer(tokenizer)
     close = [] if end is None else coder.encode(end)
@@ -264,7 +267,7 @@ def hf(
             "end",
             end,
             "is not one token of the tokenizer",
-            "leave it out or give its end-of-text token",
+            "leave it out, or give its end-of-text token",
         )
     rows = (row for some in data.select_columns(column).iter(1024) for row in some[column])
     tokens = [np.array(ids + close, dtype=np.int32) for ids in coder.encode_all(rows)]
@@ -415,7 +418,7 @@ class Loader(Iterator[dict[str, Tensor]]):
         group_by_length: int = 0,
     ):
         if len(dataset) < batch:
-            problem = f"the dataset has {len(dataset)} samples, less than one batch"
+            problem = f"the dataset has {len(dataset)} samples, fewer than one batch"
             raise DataError(
                 "batch", batch, problem, f"use a batch of at most {len(dataset)}, or more data"
             )

@@ -98,8 +98,11 @@ def _refuse_missing_entry(
         if not isinstance(key, str) or key in batch:
             raise
         name = getattr(function, "__name__", type(function).__name__)
-        problem = f"reads {key!r} of a sample, which has {', '.join(batch)}"
-        fix = f"call that entry {key!r} in the data, or name a function that takes what there is"
+        problem = f"reads the entry {key!r} of a sample, and the sample has only {', '.join(batch)}"
+        fix = (
+            f"rename the entry to {key!r} in the data, or name a function that reads the"
+            " entries there are"
+        )
         raise ConfigError(field, name, problem, fix) from error
 
 

@@ -373,10 +373,7 @@ def _transformer(run: RunConfig) -> nn.Module:
     """The run's model on the meta device, without the adapter that it trains. Raises ConfigError
     for one that is not transformers'."""
     if run.model.hf is None:
-        fix = (
-            "its weights are those of the checkpoint, by the names of its own state_dict: weft"
-            " checkpoint show"
-        )
+        fix = "its checkpoint already has the names of its state_dict: see weft checkpoint show"
         raise ConfigError(
             "model.build", run.model.build, "has no transformers configuration to go with it", fix
         )

@@ -37,8 +37,13 @@ def sample_lengths(dataset: Any) -> NDArray[Any]:
     except ValueError:  # rows of several lengths
         fits = False
     if not fits:
-        problem = f"are no {len(dataset)} finite numbers, one for each sample"
-        raise DataError("the dataset's lengths", type(said).__name__, problem, "correct them")
+        problem = f"are not {len(dataset)} finite numbers, one for each sample"
+        raise DataError(
+            "the dataset's lengths",
+            type(said).__name__,
+            problem,
+            "return one finite number for each sample",
+        )
     return found
 
 

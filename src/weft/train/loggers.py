@@ -98,7 +98,7 @@ class Logger(ABC):
     def _warn(self) -> None:
         if self._problem and not self._warned:
             self._warned = True
-            self.run.say(f"{self.name}: {self._problem}; metrics.jsonl has all that it lacks")
+            self.run.say(f"{self.name}: {self._problem}; metrics.jsonl has all metrics")
 
     # ---- on its own thread -----------------------------------------------------------------------
 

@@ -71,10 +71,10 @@ def check_factors(build: Callable[[], Factor], name: str, steps: int) -> None:
     for step in reversed(tried):
         if (again := backward(step)) != found[step]:
             problem = (
-                f"returns {found[step]:.9g} for step {step}, and {again:.9g} where steps are asked"
-                " for in another order"
+                f"returns {found[step]:.9g} for step {step}, and {again:.9g} when it is called"
+                " for the steps in another order"
             )
-            fix = "let the factor depend on the step alone"
+            fix = "let the factor depend only on the step"
             raise ConfigError("lr_schedule.build", name, problem, fix)
 
 

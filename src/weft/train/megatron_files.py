@@ -75,7 +75,7 @@ def megatron(
         data = weft.data.megatron("corpus/web_text_document", seq_len=4096)
     """
     if seq_len < 1:
-        raise DataError("seq_len", seq_len, "is no length", "use 1 or more")
+        raise DataError("seq_len", seq_len, "is not a number of tokens", "use 1 or more")
     val = held_out(split)
     tokens, documents = read_megatron(prefix)
     end = len(tokens) - len(tokens) // HELD_OUT
@@ -103,14 +103,14 @@ def read_megatron(prefix: str | Path) -> tuple[np.ndarray, np.ndarray]:
     raw = np.memmap(index, np.uint8, "r") if os.path.getsize(index) else np.empty(0, np.uint8)
     at = len(MAGIC)
     if raw[:at].tobytes() != MAGIC or len(raw) < at + HEADER.itemsize:
-        raise refusal(f"{index} does not begin as an index does")
+        raise refusal(f"{index} does not begin with the header of an index")
     head = raw[at : at + HEADER.itemsize].view(HEADER)[0]
     at += HEADER.itemsize
     code, sequences, documents = (int(head[k]) for k in ("dtype", "sequences", "documents"))
     if int(head["version"]) != 1:
         raise refusal(f"{index} is of version {head['version']}, and weft reads version 1")
     if code not in DTYPES:
-        raise refusal(f"{index} has the dtype code {code}, which is none of whole numbers")
+        raise refusal(f"{index} has the dtype code {code}, which is not an integer dtype")
     if len(raw) < at + 12 * sequences + 8 * documents:
         raise refusal(f"{index} is cut short")
     lengths = raw[at : (at := at + 4 * sequences)].view("<i4")
@@ -122,7 +122,7 @@ def read_megatron(prefix: str | Path) -> tuple[np.ndarray, np.ndarray]:
         raise refusal(f"{index} has sequences that do not lie one after the other")
     total = int(ends[-1]) if sequences else 0
     if os.path.getsize(binary) != total * size:
-        raise refusal(f"{binary} has not the {total * size} bytes that {index.name} names")
+        raise refusal(f"{binary} does not have the {total * size} bytes that {index.name} gives")
     if documents and (bounds.min() < 0 or bounds.max() > sequences):
         raise refusal(f"{index} has a document of sequences that are not there")
     tokens = np.memmap(binary, DTYPES[code], "r") if total else np.empty(0, DTYPES[code])

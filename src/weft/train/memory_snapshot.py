@@ -32,9 +32,11 @@ class MemorySnapshot:
         try:
             yield
         except torch.OutOfMemoryError as error:
-            how = "train.memory_snapshot = 3 would write what holds it"
+            how = "train.memory_snapshot = 3 would record what uses the memory"
             if self._records:
-                how = f"{self._write()} has what holds it: open it at pytorch.org/memory_viz"
+                how = (
+                    f"{self._write()} shows what uses the memory: open it at pytorch.org/memory_viz"
+                )
             # its first sentences: how much was asked for, and how much there is
             said = ". ".join(" ".join(str(error).split()).split(". ")[:3])
             fix = "A smaller train.batch, more train.accumulate, train.recompute or fsdp need less"

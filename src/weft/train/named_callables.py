@@ -81,7 +81,7 @@ def _refuse_code(field: str, name: str, module: str, attribute: str) -> None:
     lead to all the rest of Python."""
     if module in _OWN and attribute in importlib.import_module(module).__all__:
         return
-    problem = f"is code of the run file's own, which --no-code or {NO_CODE} rules out"
+    problem = f"is code from outside weft, which --no-code or {NO_CODE} forbids"
     fix = f"name what {', '.join(_OWN)} offer, or read that code and leave --no-code out"
     raise ConfigError(field, name, problem, fix)
 

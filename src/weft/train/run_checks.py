@@ -84,7 +84,7 @@ def check_run(
     build_callbacks(run)
     metrics = build_eval_metrics(run)
     if metrics and not run.train.eval_every:
-        problem, fix = "no step is validated", "set train.eval_every, as 100"
+        problem, fix = "no step runs a validation", "set train.eval_every, as 100"
         raise ConfigError("train.eval_metrics", [*metrics], problem, fix)
     bare, train = build_skeleton(run), build_dataset(run)
     check_lr_schedule(run)
@@ -124,7 +124,7 @@ def check_run(
         if isinstance(held, Stream):
             held.check(run.train.batch, split)
         elif len(held) < run.train.batch:
-            problem = f"the split {split!r} has {len(held)} samples, less than one batch"
+            problem = f"the split {split!r} has {len(held)} samples, fewer than one batch"
             raise DataError(
                 "train.batch", run.train.batch, problem, f"use at most {len(held)}, or more data"
             )
@@ -143,7 +143,7 @@ def _check_own_optimizer(run: RunConfig, factory: OptimizerFactory) -> None:
     numbers, sync = try_optimizer(factory, run.optimizer.build), build_sync(run)
     if numbers and (run.workers or sync.asynchronous):
         where = "[workers]" if run.workers else f"servers of {sync.name}"
-        problem = f"it keeps numbers, such as its count of steps, and {where} send tensors alone"
+        problem = f"its state has numbers, such as a step count, and {where} can send only tensors"
         fix = "keep them as tensors, or use adamw"
         raise ConfigError("optimizer.build", run.optimizer.build, problem, fix)
 
@@ -194,10 +194,10 @@ def _check_workers(run: RunConfig, bare: nn.Module, laid: Plan) -> None:
                     f"{name}.{key}", value, problem, f"leave [{name}] out, or [workers]"
                 )
     if run.train.profile is not None:
-        problem = "a profile shows the ranks of a layout, and [workers] has none"
+        problem = "a profile shows the ranks of a layout, and a run with [workers] has no layout"
         raise ConfigError("train.profile", run.train.profile, problem, "leave it out")
     if run.train.compile == "blocks":
-        problem = "blocks call modules of other processes, which no graph holds"
+        problem = "blocks call modules of other processes, and torch.compile cannot trace those"
         fix = "leave compile out, or [workers]"
         raise ConfigError("train.compile", "blocks", problem, fix)
     check_worker_plan(laid, place_modules(bare, run.workers))
@@ -244,14 +244,16 @@ def plan_without_weights(
     sync = made.sync
     if run.train.skip is not None and sync is not None:
         if sync.asynchronous and made.replicas_step_independently:
-            problem = f"{sync.name} updates weights at a server, for each replica at another time"
+            problem = (
+                f"{sync.name} updates weights at a server, at different times for each replica"
+            )
             raise ConfigError(
                 "train.skip", run.train.skip, problem, "leave it out, or use staleness = 0"
             )
         if not sync.independent and sync.codec.keeps_residual:
             problem = (
-                f"{sync.codec.name} keeps of a gradient what it has not sent, which would come with"
-                " the next"
+                f"{sync.codec.name} keeps the unsent part of a skipped gradient, and would send"
+                " it with the next one"
             )
             raise ConfigError(
                 "train.skip",
@@ -268,7 +270,8 @@ def _check_rollback(run: RunConfig, made: Plan) -> None:
         problem, fix = "there would be no checkpoint to go back to", "set checkpoint.every, as 100"
     elif made.schedule.versions:
         problem, fix = (
-            f"{made.schedule.name} keeps older weights beside those of a checkpoint",
+            f"{made.schedule.name} keeps older versions of the weights, which a"
+            " checkpoint does not hold",
             f"{fix}, or use 1f1b",
         )
     elif made.replicas_step_independently:

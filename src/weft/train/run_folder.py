@@ -96,9 +96,9 @@ def loop_state(scalars: Mapping[str, Any]) -> tuple[int, list[float]]:
     last seen. Raises CheckpointError."""
     left_out, losses = scalars.get(LEFT_OUT, 0), scalars.get(LOSSES, [])
     if type(left_out) is not int or left_out < 0:
-        raise CheckpointError(LEFT_OUT, left_out, "is no number of batches", _ANOTHER)
+        raise CheckpointError(LEFT_OUT, left_out, "is not a number of batches", _ANOTHER)
     if not isinstance(losses, list) or not all(type(loss) in (int, float) for loss in losses):
-        raise CheckpointError(LOSSES, losses, "is no list of losses", _ANOTHER)
+        raise CheckpointError(LOSSES, losses, "is not a list of losses", _ANOTHER)
     return left_out, losses
 
 

@@ -63,7 +63,7 @@ def _open_locked(path: Path, output: str, until: float) -> int:
             if time.monotonic() < until:
                 time.sleep(AGAIN_S)
                 continue
-            problem = f"another run writes there ({holder or 'it begins just now'})"
+            problem = f"another run writes there ({holder or 'it is just starting'})"
             fix = "wait until it has ended, stop it, or name another folder with --output"
             raise ConfigError("output", output, problem, fix) from None
         if path.exists() and os.fstat(file).st_ino == path.stat().st_ino:

@@ -55,7 +55,7 @@ def run_summary(
     rows = {"steps": f"{engine.steps_done}/{run.train.steps}"}
     if interrupted:
         again = (
-            "it goes on with the hosts that meet next"
+            "it continues when the hosts meet again"
             if os.environ.get(AGENT) == "elastic"
             else "--resume goes on"
         )

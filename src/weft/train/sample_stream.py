@@ -91,7 +91,7 @@ class Stream:
                 *self.name, "gives no sample", "name files or an iterable that has some"
             )
         if len(found) < batch:
-            problem = f"the split {split!r} has {len(found)} samples, less than one batch"
+            problem = f"the split {split!r} has {len(found)} samples, fewer than one batch"
             raise DataError(
                 "train.batch", batch, problem, f"use at most {len(found)}, or more data"
             )
@@ -150,7 +150,7 @@ def first_samples(dataset: Any, count: int) -> list[dict[str, Tensor]]:
     """The first samples of a dataset or a Stream, at most so many. Raises DataError."""
     if not isinstance(dataset, Stream):
         if not len(dataset):
-            fix = "give it some, or name another one"
+            fix = "use a dataset with samples"
             raise DataError("data", type(dataset).__name__, "has no sample", fix)
         return [dataset[index] for index in range(min(count, len(dataset)))]
     found = [dataset.sample(item) for item in dataset.first(count)]

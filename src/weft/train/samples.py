@@ -78,7 +78,7 @@ def as_entries(sample: Any, entries: Sequence[str] | None) -> dict[str, Tensor]:
         raise DataError(
             "data.entries",
             None if entries is None else list(entries),
-            f"a sample is {kind}, and weft calls a model by names",
+            f"a sample is {kind}, and weft passes entries to a model by name",
             f"write {len(items)} names in [data], as in entries ="
             f" {_example(len(items))}: those of the arguments of the model's forward, and those"
             " that the loss reads from the batch",
@@ -105,6 +105,6 @@ def _tensor(key: object, value: Any) -> Tensor:
     raise DataError(
         "data",
         key,
-        f"an entry of a sample is of type {type(value).__name__}, and no tensor follows from it",
+        f"an entry of a sample is of type {type(value).__name__}, which cannot become a tensor",
         "give tensors, arrays or numbers, the same shape in every sample",
     )

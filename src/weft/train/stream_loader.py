@@ -181,7 +181,7 @@ class StreamLoader(Iterator[dict[str, Tensor]]):
             if len(self._items) >= self.batch:
                 break
             if self._block == 0:
-                problem = f"a pass over {self.stream.name[1]} has less samples than one batch"
+                problem = f"a pass over {self.stream.name[1]} has fewer samples than one batch"
                 raise DataError("batch", self.batch, problem, "use a smaller batch, or more data")
             self._reading, self._number, self._block = None, self._number + 1, -1
         taken, self._items = self._items[: self.batch], self._items[self.batch :]
@@ -255,9 +255,11 @@ def read_position(text: object, buffer: int) -> dict[str, Any]:
         or type(kept.get("seen")) is not str
         or any(type(kept.get(key)) is not int or kept[key] < low for key, low in counts.items())
     ):
-        raise CheckpointError("data", text, "is no position in a stream", fix)
+        raise CheckpointError("data", text, "is not a position in a stream", fix)
     if kept["buffer"] != buffer:
-        problem = f"the order of samples was that of a buffer of {kept['buffer']}, not {buffer}"
+        problem = (
+            f"the run was saved with a shuffle buffer of {kept['buffer']} samples, not {buffer}"
+        )
         fix = f"resume with data.shuffle_buffer = {kept['buffer']}, or begin another run"
         raise CheckpointError("data.shuffle_buffer", buffer, problem, fix)
     return kept

@@ -166,13 +166,13 @@ def stream(
         batches = weft.data.StreamLoader(weft.data.Stream(build), batch=8, seed=0)
     """
     if seq_len < 1:
-        raise DataError("seq_len", seq_len, "is no length", "use 1 or more")
+        raise DataError("seq_len", seq_len, "is not a number of tokens", "use 1 or more")
     patterns = [paths] if isinstance(paths, str) else list(paths)
     files: set[str] = set()
     for pattern in patterns:
         found = {path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)}
         if not found:
-            fix = "give files or patterns as seen from where weft is run"
+            fix = "give files or patterns relative to the folder in which weft runs"
             raise DataError("stream", pattern, "no file matches", fix)
         files |= found
     kinds = {_suffix(path) for path in files}
@@ -191,13 +191,13 @@ def stream(
     texts = [row[column] for row in heads if row.get(column) is not None]
     if heads and (column not in heads[0] or not all(isinstance(text, str) for text in texts)):
         columns = [name for name, value in heads[0].items() if isinstance(value, str)]
-        problem = f"is no column of text in {sorted(files)[0]!r}"
+        problem = f"is not a column of text in {sorted(files)[0]!r}"
         raise DataError("column", column, problem, nearest(column, columns))
     coder: Tokenizer = Bytes() if tokenizer is None else load_tokenizer(tokenizer)
     close = [] if end is None else coder.encode(end)
     if end is not None and len(close) != 1:
         problem, fix = "is not one token of the tokenizer", "give its end-of-text token"
-        raise DataError("end", end, problem, f"leave it out or {fix}")
+        raise DataError("end", end, problem, f"leave it out, or {fix}")
     return TokenStream(
         lambda: _Column(rows(), column, patterns), seq_len, coder, close, held_out(split)
     )

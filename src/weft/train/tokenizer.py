@@ -105,7 +105,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not path.exists():
         raise DataError("tokenizer", str(path), "does not exist", fix)
     if not (path.is_file() or path.is_dir()):
-        raise DataError("tokenizer", str(path), "is no file or folder", fix)
+        raise DataError("tokenizer", str(path), "is not a file or folder", fix)
     file = path / "tokenizer.json" if path.is_dir() else path
     tokenizers = import_extra("tokenizers", "tokenizer", str(path))
     try:

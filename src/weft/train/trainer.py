@@ -156,7 +156,7 @@ def _train(
         notes.append(f"no gpu_utilization: {why}")
     if trace and t.steps - done < FIRST:
         problem = (
-            f"leaves {t.steps - done} steps to take, and the first to be traced is number {FIRST}"
+            f"leaves {t.steps - done} steps to run, and tracing starts with number {FIRST} of them"
         )
         raise ConfigError(
             "train.steps", t.steps, problem, f"use at least {done + FIRST}, or leave --trace out"

@@ -60,7 +60,7 @@ class DefinedCodec:
 def options_of(codec: Codec) -> dict[str, Any]:
     """The options of a codec, and its name. Raises ConfigError for one without a definition."""
     if codec.name not in DEFINED:
-        problem = "has no definition of its own to be held to"
+        problem = "has no sequential definition that verify can compare it with"
         fix = 'verify with codec = "identity", or define it in weft/verification/plain/codecs.py'
         raise ConfigError("sync.codec", codec.name, problem, fix)
     found = {field.name: getattr(codec, field.name) for field in fields(codec)}  # type: ignore[arg-type]

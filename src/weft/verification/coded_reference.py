@@ -49,7 +49,7 @@ def run_coded(case: Case, layout: str, steps: int) -> Reference:
     _check_separate(case, model, plan)
     found = run_reference(case, 1)  # its modules compute what ranks do: weights are the same
     if any(each.what == "shares" for trace in found.traces for each in trace.asked):
-        raise _untold(codec.name, "its gates balance the tokens of all replicas")
+        raise _untold(codec.name, "the model's gates balance the tokens of all replicas")
     randomness, laws = Randomness(case.seed), DrawLaws()
     experts = prepare_plain(case, model, alone, randomness)
     params, inputs = dict(model.named_parameters()), plain_inputs(model, case.inputs)
@@ -90,7 +90,7 @@ def run_coded(case: Case, layout: str, steps: int) -> Reference:
                 model.zero_grad(set_to_none=True)
         summed = exchange(gradients, scale)
         if exchange.undecided:
-            why = f"step {step} encodes {exchange.undecided} numbers that are rounding alone"
+            why = f"step {step} encodes {exchange.undecided} numbers that are only rounding"
             raise _untold(codec.name, why)
         scale = float(plan.batch / sums[1])
         for name, grad in summed.items():
@@ -171,7 +171,7 @@ def added(parts: Sequence[Gradients]) -> Gradients:
 
 
 def _untold(codec: str, why: str) -> ConfigError:
-    problem = f"its definition does not tell what a replica sends: {why}"
+    problem = f"the definition cannot compute what a replica sends: {why}"
     return ConfigError("sync.codec", codec, problem, EXACT)
 
 
@@ -181,13 +181,17 @@ def _check_separate(case: Case, model: nn.Module, plan: Plan) -> None:
     assert plan.sync is not None
     name, table = plan.sync.codec.name, plan.params()
     if any(isinstance(m, _BatchNorm) for m in model.modules()):
-        raise _untold(name, "its batch norms take the samples of all replicas")
+        raise _untold(name, "the model's batch norms take the samples of all replicas")
     if is_whole_batch(case.loss):
-        raise _untold(name, "its loss takes the samples of all replicas")
+        raise _untold(name, "the loss takes the samples of all replicas")
     for weight in table if plan.fsdp_uses_codec else ():
         if over := plan.reduced_over(weight, table):
             axes = " and ".join(over)
-            raise _untold(name, f"{weight} is a sum over {axes}, of which each rank encodes a part")
+            raise _untold(
+                name,
+                f"the gradient of {weight} is a sum over {axes}, and each rank encodes its"
+                " own part of the sum",
+            )
 
 
 def _copies(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -56,7 +56,7 @@ def coverage(
         rows.append(Covered(CHECKED, collectives))
     deep, exact, by_deep = CHECKED if trained else DEEP, exact_sync(run.sync), deep_sync(run.sync)
     if exact.name != run.sync.name:
-        rows.append(Covered(NOT, "messages between replicas that step by themselves"))
+        rows.append(Covered(NOT, "messages between replicas that step independently"))
     short = _trained_with(run.sync, by_deep)
     happened = {what for result in trained for what in result.happened}
     rows.append(Covered(deep, f"learning rate: {rate_text(run)}{short}"))
@@ -74,7 +74,7 @@ def coverage(
         rows.append(Covered(deep, f"validation{measured}{short}"))
     if is_asynchronous(by_deep):
         rows.append(Covered(deep, f"saving; resuming on the same layout, in its own order{short}"))
-        again = f"resuming {by_deep.name} bit for bit: no order of updates comes again"
+        again = f"resuming {by_deep.name} bit for bit: updates never come in the same order again"
         rows.append(Covered(NOT, again))
         rows.append(Covered(NOT, f"resuming {by_deep.name} with another number of replicas"))
     elif by_deep.name != exact.name:

@@ -40,7 +40,12 @@ def run_replicas(case: Case, layout: str, steps: int) -> Reference:
     sync = shortened(configured)
     if sync.name not in RULES:
         fix = "use " + ", ".join(RULES) + ", or define it in weft/verification/plain/replicas.py"
-        raise ConfigError("sync.name", sync.name, "has no definition to be held to", fix)
+        raise ConfigError(
+            "sync.name",
+            sync.name,
+            "has no sequential definition that verify can compare it with",
+            fix,
+        )
     case = replace(case, plan=partial(_with_sync, case.plan, sync))
     plan = case.lay(case.model(), layout)
     count, codec = plan.layout.replica_count, sync.codec
@@ -139,8 +144,8 @@ class WeightExchange:
             xs = [parcel.taken(anchor) - parcel.taken(each) for each in sent]
             parcel.put(coded.plain.total(xs, None) / len(sent), found)
             if coded.plain.undecided:
-                problem = "its definition does not tell what a replica sends: a difference of"
-                problem += " weights is rounding alone"
+                problem = "the definition cannot compute what a replica sends: a difference of"
+                problem += " weights is only rounding"
                 raise ConfigError("sync.codec", self._codec, problem, EXACT)
         return found
 

@@ -63,10 +63,10 @@ class VerifyReport:
         else:
             said += translate(f" below {bounds} in {bounds.precision}")
         if not bad and any(result.widened for result in self.results):
-            said += translate(", or below what rounding makes of them where it grows")
+            said += translate(", or below the measured rounding where rounding grows")
         trained = [result.layout for result in self.training if not result.passed]
         if trained:
-            said += translate(f"; trained otherwise than one device: {', '.join(trained)}")
+            said += translate(f"; weft train differs from one device in: {', '.join(trained)}")
         return said
 
     def json(self) -> str:
@@ -168,10 +168,10 @@ def result_table(result: LayoutResult, steps: int) -> str:
         lines.append(f"  problem           {result.problem}")
     if result.workers:
         return "\n".join(
-            [*lines, "  not audited       what calls between the driver and its workers send"]
+            [*lines, "  not audited       messages of calls between the driver and its workers"]
         )
     if result.apart:
-        lines.append("  not audited       what replicas that step by themselves send")
+        lines.append("  not audited       messages of replicas that step independently")
     if result.compiled is not None:
         lines.append(f"  compiled          {result.compiled}, after the first step")
     lines.append("  collectives of a step      predicted                 seen")
@@ -187,8 +187,8 @@ def result_table(result: LayoutResult, steps: int) -> str:
 def _told(result: LayoutResult) -> str:
     name, bound = max(result.widened.items(), key=lambda each: each[1])
     return (
-        f"grows in this run: {len(result.widened)} bounds are {FACTOR:g} times what one device"
-        f" differs from itself by, at most {bound:.2g} ({name})"
+        f"grows in this run: {len(result.widened)} bounds are {FACTOR:g} times the measured"
+        f" difference of one device from itself, at most {bound:.2g} ({name})"
     )
 
 

@@ -26,7 +26,10 @@ def check_servers(plan: Plan) -> None:
     sync, layout = plan.sync, plan.layout
     assert isinstance(sync, AsyncServers)
     if layout.world > layout.replica_count:
-        problem = f"in {layout} each rank of a replica has a server, with an order of its own"
+        problem = (
+            f"in {layout} each rank of a replica has its own server, which applies updates in"
+            " its own order"
+        )
         fix = f'verify dp{layout.replica_count}, or with sync.name = "allreduce"'
         raise ConfigError("sync.name", sync.name, problem, fix)
 

@@ -104,7 +104,7 @@ def check_deep(layout: str, plan: Plan) -> None:
     if _served(plan):
         check_servers(plan)
     if plan.schedule.versions:
-        problem = f"compares with one device, and {layout} updates weights late"
+        problem = f"compares with one device, and {layout} updates weights with a delay"
         raise ConfigError("--deep", True, problem, "leave --deep or this layout out")
 
 

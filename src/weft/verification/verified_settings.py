@@ -60,8 +60,8 @@ def check_precision(precision: str, float8: bool) -> None:
     """Refuse what layouts are not verified in. `float8`: whether the run trains with it. Raises
     ConfigError."""
     if precision not in BOUNDS:
-        fix = "choose fp64, which tells faults from rounding, bf16, fp16 or float8"
-        raise ConfigError("--precision", precision, "is not what layouts are verified in", fix)
+        fix = "choose fp64 (which tells faults from rounding), bf16, fp16 or float8"
+        raise ConfigError("--precision", precision, "is not a precision in which verify runs", fix)
     if precision == "float8" and not float8:
         fix = 'set [precision] float8 = "rowwise", or verify in bf16'
         raise ConfigError("--precision", precision, "the run multiplies nothing in float8", fix)

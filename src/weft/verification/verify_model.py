@@ -108,7 +108,9 @@ def _references(case: Case, layouts: Sequence[str], steps: int) -> list[Referenc
             and case.lay(case.model(), layout).schedule.versions
         ):
             if case.precision != "fp64":
-                problem = f"{layout} updates weights late, which is verified in float64 alone"
+                problem = (
+                    f"{layout} updates weights with a delay, and this can be verified only in fp64"
+                )
                 fix = "verify it in fp64, or a synchronous schedule such as 1f1b"
                 found.append(ConfigError("--precision", case.precision, problem, fix))
             else:
@@ -146,7 +148,7 @@ def _own_definition(case: Case, layout: str, steps: int) -> Reference | Refusal 
 def _check_exact(case: Case, field: str, value: str) -> None:
     """Refuse in lower precision what a rounding would change by far. Raises ConfigError."""
     if case.precision != "fp64":
-        problem = "changes numbers by design, which is verified in float64 alone"
+        problem = "changes numbers by design, and this can be verified only in fp64"
         fix = "verify it in fp64, or with the default synchroniser"
         raise ConfigError(field, value, problem, fix)
 

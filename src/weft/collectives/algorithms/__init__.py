@@ -50,7 +50,9 @@ def make_algorithm(name: str, ranks: int, **options: Any) -> CollectiveAlgorithm
     if name not in known:
         raise ConfigError(FIELD, name, "not a collective", nearest(name, known))
     if type(ranks) is not int or ranks < 2:
-        raise ConfigError("--ranks", ranks, "a collective joins ranks", "use a number from 2")
+        raise ConfigError(
+            "--ranks", ranks, "a collective needs at least two ranks", "use a number from 2"
+        )
     takes = [*inspect.signature(known[name]).parameters][1:]
     for option, value in options.items():
         if option not in takes:

@@ -24,7 +24,7 @@ def central(ranks: int) -> CollectiveAlgorithm:
 def _served(name: str, ranks: int, servers: int) -> CollectiveAlgorithm:
     if type(servers) is not int or not 1 <= servers <= ranks:
         fix = f"give a number from 1 to {ranks}"
-        raise ConfigError("--set servers", servers, f"is no number of {ranks} ranks", fix)
+        raise ConfigError("--set servers", servers, f"is not a number from 1 to {ranks}", fix)
     pairs = [(w, s) for s in range(servers) for w in range(ranks) if w != s]
     phases = (
         Phase("push", (tuple(Message(worker, s, s, "add") for worker, s in pairs),)),

@@ -196,7 +196,7 @@ class PipelineTransport:
                 raise UnsupportedModel(
                     f"value {self._names[value]}",
                     str(spec),
-                    f"crosses between stages, and was {known} for inputs of the same shapes",
+                    f"is sent between stages, and was {known} before for inputs of the same shapes",
                     "cut before it is made, or use dynamic_shapes=True, which sends its shape every"
                     " time",
                 )
@@ -212,7 +212,7 @@ class PipelineTransport:
             raise UnsupportedModel(
                 f"value {self._names[key[0]]}",
                 str(spec),
-                "crosses between stages, and is not described by a header",
+                "is sent between stages, and a message's header cannot describe it",
                 f"cut elsewhere, or make it a plain tensor of at most {MAX_DIMS} dimensions",
             )
         self._specs[key] = spec

@@ -296,7 +296,8 @@ def _used_now(name: str) -> UnsupportedModel:
     return UnsupportedModel(
         f"value {name}",
         "reaches the loss in this step",
-        "the loss did not use it with the sample, so no gradient of it is sent between stages",
+        "the loss did not use it for the sample batch, so the plan sends no gradient of"
+        " it between stages",
         "let the loss depend on it in every step (add 0 times its sum), or detach it",
     )
 

@@ -358,10 +358,10 @@ class _StageExecution:
         return UnsupportedModel(
             "pipeline.cut",
             found,
-            f"the forward took another path than when it was planned{self._mode()}, where {planned}"
-            " came",
-            "a forward that depends on data is cut only where every path passes: move the branch"
-            " into one module",
+            f"the forward took another path than when it was planned{self._mode()}: the plan has"
+            f" {planned} here",
+            "cut only where every path of the forward passes: move the branch that depends on"
+            " data into one module",
         )
 
     def _mode(self) -> str:

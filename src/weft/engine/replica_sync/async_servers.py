@@ -67,7 +67,8 @@ class AsyncServerReplicas(IndependentReplicas):
         for name in mine:
             if len(self._plan.holders(name)) > 1:
                 problem = (
-                    f"its servers would update {name}, which several stages hold, in two orders"
+                    f"several stages hold {name}, and their servers would apply its"
+                    " updates in different orders"
                 )
                 fix = 'use staleness = 0, name = "allreduce", or a cut that keeps its uses together'
                 raise ConfigError("sync.name", self._sync.name, problem, fix)

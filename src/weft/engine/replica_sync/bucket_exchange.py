@@ -140,8 +140,8 @@ class FSDPReduceScatter(ReduceScatter):
             raise UnsupportedModel(
                 "sync.codec",
                 self._codec.name,
-                f"a parameter of {self._unit or 'the root'} got no gradient, so what is kept does"
-                " not fit",
+                f"a parameter of {self._unit or 'the root'} got no gradient, so the codec's error"
+                " feedback has another size than the gradients",
                 "use it without feedback, or a model whose parameters all get a gradient in every"
                 " step",
             )

@@ -97,7 +97,8 @@ class LocalStepReplicas(IndependentReplicas):
         shards, kept = self._state(facts["names"])
         if [shard.name for shard in shards] != facts["names"]:
             raise WeftError(
-                f"replica {self.index} and the one that it catches up from hold other things"
+                f"replica {self.index} and the replica that it catches up from have"
+                " different tensors"
             )
         state_transfer.receive_tensors(group, [*(shard.tensor for shard in shards), *kept])
         for name, tensor in self._trained.codec_tensors():

@@ -304,8 +304,8 @@ class Membership:
                 lonely.append(time.monotonic())
                 if lonely[-1] - lonely[0] > self.timeout_s:
                     raise WeftError(
-                        f"replica {self.replica} was left out, and no other goes on to catch up"
-                        " from"
+                        f"replica {self.replica} was left out, and no other replica runs that it"
+                        " could catch up from"
                     )
             return self._store.check([granted])
 

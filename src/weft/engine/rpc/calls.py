@@ -87,7 +87,7 @@ class ModuleCalls:
     ) -> CallAnswer:
         """What `function(call, args, kwargs)` gives on this worker."""
         if in_backward():
-            problem = "is called in a backward, which computes a forward of the driver's again"
+            problem = "is called in backward, where the driver recomputes a forward"
             fix = "recompute inside of placed modules alone, or leave it to the driver"
             self.refused = UnsupportedModel("workers", call.module, problem, fix)
             raise self.refused
@@ -269,7 +269,7 @@ def _check_structure(module: str, structure: Any) -> Any:
             raise UnsupportedModel(
                 "workers",
                 module,
-                f"a {type(part).__name__} enters or leaves it",
+                f"its arguments or its result hold a {type(part).__name__}",
                 "pass tensors, numbers and texts, in tuples, lists, dicts or dataclasses, or leave"
                 " it to the driver",
             )

@@ -286,7 +286,7 @@ class Remote(RemoteState):
         """A call of a module that lives in another process."""
         worker, draws = self.places.of(name), self.randomness
         if self.here != DRIVER:
-            problem = f"lives on {worker}, and is called on {self.here}"
+            problem = f"is on {worker}, and is called on {self.here}"
             raise UnsupportedModel(
                 "workers",
                 name,
@@ -384,7 +384,10 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
     refuse_kind(type(optimizer), name)
     if not updates_tensors(optimizer):
-        problem = "is not known to update each tensor by itself, and each worker has its own"
+        problem = (
+            "is not known to update each tensor by itself, and each worker updates only its"
+            " own tensors"
+        )
         fix = "mark its class @weft.optimizers.whole_tensors if it does, or use adamw"
         raise ConfigError("optimizer.name", name, problem, fix)
 
@@ -393,17 +396,22 @@ def check_worker_plan(plan: Plan, places: WorkerPlacement) -> None:
     """Refuse what does not go with workers. Raises Refusal."""
     if plan.layout.active_axes():
         problem = (
-            "workers hold whole modules, and there is one driver: no ranks to lay anything over"
+            "workers hold whole modules, and there is one driver, so a layout has no ranks to use"
         )
         raise LayoutError(
-            "layout.axes", str(plan.layout), problem, "leave it dp1, or leave [workers] out"
+            "layout.axes", str(plan.layout), problem, "use layout dp1, or leave [workers] out"
         )
     check_offload_device(plan, CPU)
     if plan.runs_forward_twice:
-        problem = "the loss is of the whole batch, and workers run each microbatch by itself"
+        problem = (
+            "the loss compares the samples of the whole batch, and workers run each"
+            " microbatch by itself"
+        )
         raise ConfigError("train.accumulate", plan.accumulate, problem, "use accumulate = 1")
     if plan.precision == "fp16":
-        problem = "no worker scales the loss, and says where a gradient has overflowed"
+        problem = (
+            "fp16 needs loss scaling, and workers neither scale the loss nor report an overflow"
+        )
         raise ConfigError("precision.compute", plan.precision, problem, "use bf16, fp32 or fp64")
     if plan.float8 is not None:
         problem = "the driver and its workers compute on a CPU, which has no float8"
@@ -419,7 +427,7 @@ def check_worker_plan(plan: Plan, places: WorkerPlacement) -> None:
                 "train.recompute",
                 plan.recompute,
                 problem,
-                f"place all of {block}, or use selective",
+                f'place all of {block} on one worker, or use recompute = "selective"',
             )
 
 

@@ -50,7 +50,7 @@ class RemoteTensor(Tensor):
         raise UnsupportedModel(
             "workers",
             absent.about,
-            f"lives on {absent.at}, and is read elsewhere, at {source_line()}",
+            f"is on {absent.at}, and is read by another process, at {source_line()}",
             "place the modules that use it together, or leave them to the driver",
         )
 

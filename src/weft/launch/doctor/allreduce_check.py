@@ -82,7 +82,7 @@ def allreduce_finding(name: str, seen: AllReduceTiming) -> Finding:
             name,
             "wrong",
             f"{found}; the sum is wrong",
-            "no run here can be trusted: see dmesg",
+            "do not trust a run on this host: see dmesg",
             facts,
         )
     return Finding(name, "ok", found, "", facts)

@@ -283,8 +283,8 @@ def _without(met: HostGroup, heard: dict[int, object]) -> list[Finding]:
     """Leave out of the circle those of whom nothing was heard, if any."""
     gone = [met.name(number) for number in met.members if number not in heard]
     met.members = {number: who for number, who in met.members.items() if number in heard}
-    said = f"nothing more is heard of {', '.join(gone)}"
-    return [Finding("hosts", "wrong", said, "see what it says there")] if gone else []
+    said = f"{', '.join(gone)} no longer answers"
+    return [Finding("hosts", "wrong", said, "see the output of weft doctor there")] if gone else []
 
 
 def _all(hosts: list[Host], between: list[Finding]) -> list[Finding]:

@@ -63,7 +63,7 @@ def clocks_finding(offsets: Mapping[str, tuple[float, float]]) -> Finding:
         return Finding("clocks", "ok", f"equal within {bound:.1g} s", "", facts)
     far = [each for each in sure if sure[each] >= NOTE_S]
     advice = (
-        "times of files and logs do not compare: start NTP (chrony, systemd-timesyncd) on"
+        "times of files and logs cannot be compared: start NTP (chrony, systemd-timesyncd) on"
         f" {', '.join(far)}"
     )
     return Finding(

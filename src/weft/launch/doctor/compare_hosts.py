@@ -48,7 +48,7 @@ def gpus(hosts: Sequence[Host]) -> Finding | None:
         "same GPUs",
         "note",
         shown,
-        "a run has as many ranks on each host, and goes at the slowest's pace",
+        "a run has as many ranks on each host, so the slowest host sets the pace",
     )
 
 

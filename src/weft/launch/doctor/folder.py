@@ -69,7 +69,7 @@ def folder_finding(seen: Disk) -> Finding:
             "folder",
             "note",
             found,
-            "it is in memory: what is there is lost when this host ends",
+            "it is a file system in memory: its files are lost when this host ends",
             facts,
         )
     return Finding("folder", "ok", found, "", facts)
@@ -117,7 +117,9 @@ def judge_room(parameters: int, each: int, kept: int, free: int) -> Finding:
         )
         return Finding("room", "wrong", found, advice, facts)
     if not kept:
-        return Finding("room", "note", found, "the run keeps none: set checkpoint.every", facts)
+        return Finding(
+            "room", "note", found, "the run saves no checkpoint: set checkpoint.every", facts
+        )
     return Finding("room", "ok", f"{found}, the run keeps {kept} at once", "", facts)
 
 

@@ -70,14 +70,18 @@ def gpu_finding(facts: dict[str, Any]) -> Finding:
     if not found and driver and not facts["torch_cuda"]:
         advice = "this torch is built without CUDA: install the build for it, or runs go on the CPU"
         return Finding(
-            "gpus", "wrong", f"a driver ({driver}), and a torch without CUDA", advice, facts
+            "gpus",
+            "wrong",
+            f"the driver is installed ({driver}), and torch is built without CUDA",
+            advice,
+            facts,
         )
     if not found:
         return Finding(
             "gpus",
             "note",
             f"none{hidden}",
-            "runs go over gloo on the CPU, a process per rank",
+            "runs use gloo on the CPU, with one process for each rank",
             facts,
         )
     kinds = sorted(

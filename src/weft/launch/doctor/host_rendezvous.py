@@ -146,9 +146,9 @@ def hosts_finding(least: int, most: int, came: Sequence[tuple[str, str]]) -> Fin
     found = f"{len(came)} of {most} came: {who}"
     if len(came) == most:
         return Finding("hosts", "ok", found, "", facts)
-    missing = f"{most - len(came)} did not within {JOIN_S:g} s"
+    missing = f"{most - len(came)} did not come within {JOIN_S:g} s"
     advice = (
-        f"{missing}: start weft doctor there too, with the same --nodes and --rdzv; what it says"
-        " there tells more"
+        f"{missing}: start weft doctor there too, with the same --nodes and --rdzv, and see its"
+        " output"
     )
     return Finding("hosts", "wrong" if len(came) < least else "note", found, advice, facts)

@@ -135,7 +135,7 @@ def links_finding(seen: Sequence[Link], right: bool) -> Finding:
             "links",
             "wrong",
             "a sum over all hosts is wrong",
-            "no run over them can be trusted",
+            "do not trust a run over these links",
             facts,
         )
     slowest, farthest = (

@@ -79,8 +79,8 @@ def judge_cores(facts: dict[str, Any]) -> Finding:
     found += f", OMP_NUM_THREADS={omp}" if omp else ""
     if omp and not (omp.isdigit() and int(omp)):
         advice = (
-            f"OMP_NUM_THREADS={omp} is no number of threads: unset it, or give each process cores"
-            " // processes"
+            f"OMP_NUM_THREADS={omp} is not a number of threads: unset it, or give each process"
+            " cores // processes"
         )
         return Finding("cores", "note", found, advice, facts)
     if omp and int(omp) > usable:
@@ -88,13 +88,13 @@ def judge_cores(facts: dict[str, Any]) -> Finding:
             "cores",
             "note",
             found,
-            f"threads will wait for each other: OMP_NUM_THREADS={usable}",
+            f"there are more threads than cores: set OMP_NUM_THREADS={usable}",
             facts,
         )
     if usable < allowed and not omp:
         advice = (
-            f"weft counts {allowed}: set OMP_NUM_THREADS or train.threads to {usable} // processes"
-            " of this host"
+            f"weft assumes {allowed} cores: set OMP_NUM_THREADS or train.threads to {usable} //"
+            " processes of this host"
         )
         return Finding("cores", "note", found, advice, facts)
     return Finding(
@@ -151,8 +151,8 @@ def judge_shared(total: int, free: int) -> Finding:
     )
     if free < SHARED_BYTES:
         advice = (
-            "gloo does without it; NCCL between GPUs and data loaders with workers fail: docker run"
-            " --shm-size=1g"
+            "gloo works without it; NCCL between GPUs and data loaders with workers fail: docker"
+            " run --shm-size=1g"
         )
         return Finding("shared memory", "note", found, advice, facts)
     return Finding("shared memory", "ok", found, "", facts)
@@ -166,8 +166,8 @@ def open_files_finding() -> Finding:
     if soft != resource.RLIM_INFINITY and soft < FILES:
         more = FILES if hard == resource.RLIM_INFINITY else min(16 * FILES, hard)
         advice = (
-            f"a rank has a connection to each other rank, for each group: ulimit -n {more} for"
-            " hundreds of ranks"
+            f"each rank opens a connection to each other rank in each group: set ulimit -n {more}"
+            " for hundreds of ranks"
         )
         return Finding(
             "open files", "note" if soft >= FILES // 4 else "wrong", shown, advice, facts

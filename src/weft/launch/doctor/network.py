@@ -22,11 +22,11 @@ def address(meeting: Rendezvous = ANYWHERE) -> Finding:
     facts = {"address": found, "interface": device or None}
     shown = f"{found} on {device}" if device else found
     if is_loopback(found):
-        advice = "hosts elsewhere cannot reach this one by it; "
+        advice = "hosts elsewhere cannot reach this host by that address; "
         advice += (
-            "there is no way out of here"
+            "this host has no route to a network"
             if meeting.file
-            else f"name {meeting.host} by the address others see"
+            else f"name {meeting.host} by the address that they use"
         )
         return Finding("address", "note", shown, advice, facts)
     return Finding("address", "ok", shown, "", facts)
@@ -51,7 +51,7 @@ def judge_hostname(name: str, found: list[str]) -> Finding:
         " GLOO_SOCKET_IFNAME"
     )
     if not found:
-        return Finding("hostname", "note", f"{name} stands for no address", advice, facts)
+        return Finding("hostname", "note", f"{name} resolves to no address", advice, facts)
     shown = f"{name} is {', '.join(found)}"
     if all(map(is_loopback, found)):
         return Finding("hostname", "note", f"{shown}, a loopback", advice, facts)
@@ -93,7 +93,7 @@ def judge_variables(environment: Mapping[str, str], interfaces: Iterable[str]) -
     shown = [f"{name}_SOCKET_IFNAME={text}" for name, text in chosen.items()]
     proxies = [each for name in PROXIES for each in (name, name.upper()) if environment.get(each)]
     facts = {"chosen": chosen, "interfaces": known, "proxies": proxies}
-    found = ", ".join(shown) or "none chooses an interface"
+    found = ", ".join(shown) or "no variable names an interface"
     if missing:
         name, text = next(iter(missing.items()))
         advice = (
@@ -101,7 +101,7 @@ def judge_variables(environment: Mapping[str, str], interfaces: Iterable[str]) -
             f" {', '.join(known)}"
         )
         return Finding("variables", "wrong", f"{name}_SOCKET_IFNAME={text}", advice, facts)
-    advice = f"{', '.join(proxies)}: nothing of a run goes through a proxy" if proxies else ""
+    advice = f"{', '.join(proxies)}: weft sends nothing through a proxy" if proxies else ""
     return Finding("variables", "ok", found, advice, facts)
 
 

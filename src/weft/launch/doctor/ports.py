@@ -74,7 +74,7 @@ def ports_finding(reached: Reached) -> Finding:
             f", all from or to {common.pop()}" if len(common) == 1 else ""
         )
     advice = (
-        "let all TCP ports through between the hosts (firewall, security group), and see that each"
-        " has a way to all"
+        "open all TCP ports between the hosts (firewall, security group), and check that each"
+        " has a route to all others"
     )
     return Finding("ports", "wrong", found, advice, facts)

@@ -32,7 +32,7 @@ def report_doctor(asked: DoctorRequest, as_json: bool) -> bool:
         print(report_json(looked))
     elif looked.place is not None and looked.place.number > 0:
         number, count, first = looked.place.number, looked.place.count, looked.place.first
-        _say(out, f"number {number} of {count} hosts; {first}, number 0, prints what all found")
+        _say(out, f"host {number} of {count}; {first}, host 0, prints what all hosts found")
     else:
         print_findings(
             out,

@@ -107,6 +107,8 @@ def shared_folder_finding(
         f" {max(slowest, POLL_S):.2g} s"
     )
     if slowest > SOON_S:
-        advice = "a checkpoint is found so much later: NFS's actimeo=1 makes it sooner"
+        advice = (
+            "hosts see a new checkpoint that much later; mount NFS with actimeo=1 to shorten it"
+        )
         return Finding("shared folder", "note", found, advice, facts)
     return Finding("shared folder", "ok", found, "", facts)

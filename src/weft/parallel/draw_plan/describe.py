@@ -24,19 +24,20 @@ def legend(rows: PlanRows) -> list[str]:
         said.append("columns: a rank makes some of a linear's outputs, from all of its inputs")
     if "rows" in cuts:
         said.append(
-            "rows: a rank reads some of a linear's inputs, or some rows of a table; what it gives"
-            " is a part of a sum"
+            "rows: a rank reads some of a linear's inputs, or some rows of a table; its output"
+            " is a partial sum"
         )
     if any(isinstance(row, HeldSlices) and row.summed for row in every):
         said.append(
-            "gradient summed: backward leaves a part of it on each rank, an all-reduce adds"
+            "gradient summed: backward leaves a partial sum on each rank, and an"
+            " all-reduce adds them"
         )
     lie = {row.after for row in every if isinstance(row, EdgeCrossing)}
     if "dim 1 cut" in lie:
         said.append("dim 1 cut: each rank has its slice of the positions")
     if rows.staged:
-        said.append("A group holds the weights of its stages alone.")
-    return [*said, "A weight that is not here is whole on every rank."]
+        said.append("Each group holds only the weights of its own stages.")
+    return [*said, "Weights that are not shown are whole on every rank."]
 
 
 def name_of(row: PlanRow) -> str:

@@ -38,7 +38,7 @@ def vocabulary_steps(request: StepsRequest, axis: str, by: str) -> Iterator[Step
                 "layout",
                 str(layout),
                 f"{module} has {vocab} rows",
-                f"use a {axis} size of at most that",
+                f"use a {axis} size of at most that number of rows",
             )
         cut = DimShard(0, (vocab,), (vocab,))
         params = [

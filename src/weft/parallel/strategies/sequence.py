@@ -52,7 +52,7 @@ def steps(request: StepsRequest) -> Iterator[Step]:
         raise UnsupportedModel(
             "layout",
             str(layout),
-            f"the attention of {flat[0]} stands in its block's own forward, where the sequence"
+            f"the attention of {flat[0]} is part of its block's own forward, where the sequence"
             " is cut",
             "put the attention in a module of its own, or use tp without sequence",
         )

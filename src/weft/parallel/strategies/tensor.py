@@ -50,8 +50,8 @@ _TO_DECLARE = (
 )
 
 _SEEN = (
-    ": along its forward, the features that a linear makes do not stay apart up to one linear that"
-    " takes them all"
+    ": in its forward, no linear's output features stay separate until one linear that reads all"
+    " of them"
 )
 
 

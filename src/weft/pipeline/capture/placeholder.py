@@ -110,7 +110,7 @@ class PlaceholderTensor(Tensor):
                 raise UnsupportedModel(
                     "pipeline.cut",
                     absent.about,
-                    f"it is another stage's, and its elements are read at {source_line()}",
+                    f"it is made on another stage, and its elements are read at {source_line()}",
                     "call the whole module that uses it, or cut elsewhere",
                 )
             args, kwargs = map_tensors((args, kwargs), _stand_in)
@@ -124,7 +124,7 @@ class PlaceholderTensor(Tensor):
         raise UnsupportedModel(
             "pipeline.cut",
             absent.about,
-            f"it is another stage's, and {func} reads it at {source_line()}",
+            f"it is made on another stage, and {func} reads it at {source_line()}",
             "cut elsewhere",
         )
 

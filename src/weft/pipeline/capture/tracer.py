@@ -85,7 +85,7 @@ def trace_forward(
         raise UnsupportedModel(
             "cut",
             "time",
-            "a model without data has no times",
+            "a model on the meta device cannot be timed",
             "plan with the real model, or cut by flops",
         )
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
@@ -122,7 +122,7 @@ def trace_forward(
         raise UnsupportedModel(
             "cut",
             "time",
-            "its forward calls other modules each time",
+            "its forward calls different modules each time",
             "cut by flops or by parameters",
         )
     return dataclasses.replace(finished, clock=clock, unread=unread)

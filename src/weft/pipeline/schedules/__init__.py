@@ -73,7 +73,7 @@ def make_schedule(name: str, ranks: int, microbatches: int, **options: Any) -> S
             raise ConfigError(
                 f"pipeline.{field}",
                 value,
-                "a schedule has at least one",
+                "a schedule needs at least one",
                 "use a whole number from 1",
             )
     check_options(name, known[name], options)

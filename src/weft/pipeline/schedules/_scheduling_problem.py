@@ -208,7 +208,7 @@ def _caps(memory: Number | None, ranks: int) -> list[float]:
             "pipeline.memory",
             memory,
             f"{len(caps)} numbers for {ranks} ranks",
-            f"give one, or {ranks}",
+            f"give one number, or {ranks}",
         )
     return [float(cap) for cap in caps]
 
@@ -221,7 +221,7 @@ def _rate(seconds: float, size: float) -> float:
 def _placement(placement: str | Sequence[int], ranks: int, chunks: int) -> tuple[int, ...]:
     if chunks < 1:
         raise ConfigError(
-            "pipeline.chunks", chunks, "a rank has at least one stage", "use 1 or more"
+            "pipeline.chunks", chunks, "a rank needs at least one stage", "use 1 or more"
         )
     if placement == "loop":
         return tuple(range(ranks)) * chunks
@@ -238,6 +238,6 @@ def _placement(placement: str | Sequence[int], ranks: int, chunks: int) -> tuple
             " once"
         )
         raise ConfigError(
-            "pipeline.placement", placement, "is no placement of stages on ranks", fix
+            "pipeline.placement", placement, "is not a placement of stages on ranks", fix
         )
     return found

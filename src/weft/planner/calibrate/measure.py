@@ -35,7 +35,10 @@ def sheet_path(out: Path | None) -> Path:
     path = hardware.local_sheet() if out is None else out
     if path.suffix != ".toml":
         raise ConfigError(
-            "--out", str(path), "is no name of a sheet", f"write {path.stem or 'sheet'}.toml"
+            "--out",
+            str(path),
+            "is not a name of a hardware file",
+            f"write {path.stem or 'sheet'}.toml",
         )
     if path.is_dir():
         raise ConfigError("--out", str(path), "is a folder", "name a file")

@@ -99,7 +99,7 @@ def read_rows(
             raise ConfigError(
                 f"{option} line {number}, step_s",
                 row["step_s"],
-                "is no time",
+                "is not a time",
                 "write seconds of a step",
             )
         made, query = make_query(path, row, device, works, run)
@@ -118,7 +118,7 @@ def read_run_folder(folder: Path, device: str, option: str) -> MeasuredRun:
             raise ConfigError(option, str(folder / METRICS), problem, fix)
     paces = _paces(folder / METRICS, option)
     if not paces:
-        problem = "has no step after the first logged one, whose time is that of setting up"
+        problem = "has no step after the first logged one, whose time includes set-up"
         fix = "train more steps, or lower train.log_every"
         raise ConfigError(option, str(folder / METRICS), problem, fix)
     run = load_run(folder / RUN_FILE)
@@ -141,7 +141,7 @@ def _paces(path: Path, option: str) -> list[float]:
         except (ValueError, AttributeError, RecursionError):
             if number == len(lines):
                 break  # the last one of a run that goes on may be half written
-            problem = f"line {number} is no line of {METRICS}"
+            problem = f"line {number} is not a line of {METRICS}"
             raise ConfigError(option, str(path), problem, "name another file") from None
         if type(seconds) in (int, float) and math.isfinite(seconds) and seconds > 0:
             found.append(float(seconds))
@@ -179,7 +179,7 @@ def _overridden(path: Path, row: Mapping[str, Any], run: RunConfig) -> RunConfig
         train = type(run.train).model_validate(run.train.model_dump() | said)
     except ValidationError as error:
         column = str(error.errors()[0]["loc"][0])
-        problem = f"is no value of train.{column} ({path})"
+        problem = f"is not a value of train.{column} ({path})"
         raise ConfigError(column, said.get(column), problem, "correct that row") from None
     made = run.model_copy(update={"train": train})
     return with_layout(made, row["layout"]) if row.get("layout") else made

@@ -101,7 +101,7 @@ def measurement_rows(seen: Measurements, made: Hardware) -> dict[str, str]:
     )
     found["matrices"] += f"; half of that where one has {era.matmul_flops / 1e6:.2g} MFLOP"
     found["memory"] = (
-        f"{rate_text(made.device.memory_bps)}, of which operations reach {era.memory:.0%}"
+        f"{rate_text(made.device.memory_bps)}, and operations reach {era.memory:.0%} of it"
     )
     found["launch"] = f"{era.launch_s * 1e6:.3g} us for each operation"
     if machine.ranks > 1:
@@ -114,7 +114,7 @@ def measurement_rows(seen: Measurements, made: Hardware) -> dict[str, str]:
     found["process"] = f"{decimal(int(era.context_gib * GIB))} before it has any tensor"
     if seen.others > measure.QUIET:
         found["note"] = (
-            f"other programs had up to {seen.others:.0%} of the processors: measure again when they"
-            " rest"
+            f"other programs used up to {seen.others:.0%} of the processors: measure again when"
+            " they are idle"
         )
     return found

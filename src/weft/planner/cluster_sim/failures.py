@@ -39,7 +39,7 @@ class FailureModel:
             ("storage", self.written_s, 0.0),
         ):
             if not math.isfinite(value) or value < least:
-                raise ConfigError(f"--{name}", value, "is no time", "use a number above 0")
+                raise ConfigError(f"--{name}", value, "is not a time", "use a number above 0")
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def simulate_failures(
 
 def hopeless(faults: FailureModel) -> ConfigError:
     """Of a cluster on which a run hardly gets on."""
-    written = f", is whole {faults.written_s:.3g} s later," if faults.written_s else ""
+    written = f", is complete {faults.written_s:.3g} s later," if faults.written_s else ""
     problem = (
         f"a checkpoint takes {faults.pause_s:.3g} s{written} and a restart {faults.restart_s:.3g} s"
     )

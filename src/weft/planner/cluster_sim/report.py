@@ -184,7 +184,9 @@ def _stragglers(rows: Sequence[StragglerRow]) -> str:
         )
     table = text_table(lines, left=(0,))
     if len(few) < len(rows):
-        table.append(translate(f"of more than {STAGES} places the cheapest and the dearest"))
+        table.append(
+            translate(f"only the cheapest and the most expensive of more than {STAGES} places")
+        )
     return "\n".join(table)
 
 
@@ -203,7 +205,7 @@ def _few(rows: Sequence[StragglerRow]) -> list[StragglerRow]:
 def _replicas(rows: Sequence[ReplicaComparison]) -> str:
     lines = [
         [
-            translate("how replicas agree"),
+            translate("synchroniser"),
             translate("step as planned"),
             translate("with all of these"),
             translate("throughput"),
@@ -237,7 +239,7 @@ def _often(lost: FailureCost, each: SaveInterval) -> tuple[str, str]:
 
 def _lost(lost: FailureCost, ascii_only: bool) -> str:
     faults = lost.faults
-    later = f", whole {seconds_text(faults.written_s)} later" if faults.written_s else ""
+    later = f", complete {seconds_text(faults.written_s)} later" if faults.written_s else ""
     head = (
         f"failures: one every {hours_text(faults.mtbf_s)} of the cluster; a checkpoint stops it for"
         f" {seconds_text(faults.pause_s)}{later}; a restart takes {seconds_text(faults.restart_s)}"
@@ -249,7 +251,7 @@ def _lost(lost: FailureCost, ascii_only: bool) -> str:
         lines.append([translate(each.name), *often, f"{each.goodput:.2%}"])
     drawn, best = lost.drawn, lost.best
     saved = (
-        "never saved, which takes least"
+        "never saved, which is fastest"
         if best.every == lost.steps
         else f"saved every {best.every:,}"
     )
@@ -302,7 +304,8 @@ def _scaling(report: SimulationReport) -> str:
                 share_text(point.efficiency, 1),
             ]
         )
-    what = "as many samples a device" if report.mode == "weak" else "as many samples in all"
+    what = "the same number of samples "
+    what += "on each device" if report.mode == "weak" else "in all"
     return "\n".join([translate(f"{report.mode} scaling: {what}"), *text_table(lines, left=())])
 
 
@@ -313,7 +316,7 @@ def write_report(path: Path, report: SimulationReport) -> None:
     """What the file's suffix names. Raises ConfigError."""
     makers = {".svg": report_svg, ".html": report_html, ".json": report_perfetto, ".csv": csv_rows}
     if path.suffix not in makers:
-        fix = f"name a {', '.join(makers)}"
+        fix = f"name a file that ends in one of {', '.join(makers)}"
         raise ConfigError("--out", str(path), "not a file to draw in", fix)
     try:
         path.write_text(makers[path.suffix](report), encoding="utf-8")
@@ -353,8 +356,8 @@ def csv_rows(report: SimulationReport) -> str:
         raise ConfigError(
             "--out",
             ".csv",
-            "there is no table",
-            "ask for --scale, --mtbf or --slow, or name an .svg",
+            "the report has no table to write",
+            "add --scale, --mtbf or --slow, or name an .svg",
         )
     text = io.StringIO()
     writer = csv.DictWriter(text, list(found[0]), lineterminator="\n")

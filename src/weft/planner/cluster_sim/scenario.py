@@ -120,15 +120,12 @@ class Scenario:
         samples, parts = float(self.choices.batch[0]), int(self.choices.accumulate[0])
         ranks = int(self.choices.size(*DATA_AXES)[0])
         if samples % (parts * ranks):
-            problem = (
-                f"{parts} microbatches over {ranks} ranks with samples of their own do not"
-                " divide it"
-            )
+            problem = f"it does not divide into {parts} microbatches over {ranks} data ranks"
             fix = f"use a multiple of {parts * ranks}, or another train.accumulate"
             raise ConfigError("train.batch", round(samples), problem, fix)
         stages = self.size(STAGE_AXIS) * int(self.choices.chunks[0])
         if stages > max(1, self.work.parts):
-            problem = f"the model has {self.work.parts} parts, and {self.name} {stages} stages"
+            problem = f"the model has {self.work.parts} parts, and {self.name} has {stages} stages"
             raise ConfigError("--layout", self.name, problem, "use fewer")
 
     def size(self, axis: str) -> int:
@@ -208,7 +205,7 @@ class Scenario:
             raise ConfigError(
                 "--slow-link",
                 axis,
-                f"is no axis of {self.name} over which anything travels",
+                f"is not an axis of {self.name} that ranks communicate over",
                 f"write one of {', '.join(there)}" if there else "leave it out",
             )
         divides = axis_table().traits[axis].divides

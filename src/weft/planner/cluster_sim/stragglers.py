@@ -147,23 +147,31 @@ def check_scenario(
             raise ConfigError("--slow", device, f"{setup.cluster} has no such device", fix)
         if not 0.1 <= factor <= 1000:
             raise ConfigError(
-                "--slow", factor, "is no factor of time", "write 1.5 for half as long again"
+                "--slow",
+                factor,
+                "is not a factor from 0.1 to 1000",
+                "write 1.5 for half as long again",
             )
     if None in slow and len(slow) > setup.devices:
         fix = "leave it out, or name fewer"
-        raise ConfigError("--slow", slow[None], "is one device anywhere, and all are named", fix)
+        raise ConfigError(
+            "--slow",
+            slow[None],
+            "without DEVICE= adds one slow device, and all devices are named already",
+            fix,
+        )
     for axis, factor in slow_links.items():
         setup.behind(axis, factor)
         if not 1 <= factor <= 1e6:
             raise ConfigError(
                 "--slow-link",
                 factor,
-                "is no factor of time",
+                "is not a factor from 1 to 1000000",
                 "write 4 for a quarter of the bandwidth",
             )
     if not 0 <= jitter <= 0.5:
         raise ConfigError(
-            "--jitter", jitter, "is no share of a device's time", "write a number from 0 to 0.5"
+            "--jitter", jitter, "is not a fraction from 0 to 0.5", "write a number from 0 to 0.5"
         )
 
 

@@ -37,12 +37,12 @@ class MemoryPart(StrEnum):
     WEIGHTS = "weights"
     GATHERED_WEIGHTS = "gathered weights"
     GRADIENTS = "gradients"
-    DUMMY_GRADIENTS = "stand-ins"  # Megatron's, for gradients that a fused matmul has summed
+    DUMMY_GRADIENTS = "dummy gradients"  # Megatron's, for gradients that a fused matmul has summed
     OPTIMIZER = "optimizer"
     AVERAGES = "averages"  # of the weights
-    SYNCHRONISER = "agreement"  # kept by a synchroniser or codec
+    SYNCHRONISER = "synchroniser"  # kept by a synchroniser or codec
     ACTIVATIONS = "activations"
-    WORKING = "beside"  # logits, or temporaries of one backward
+    WORKING = "temporaries"  # logits, or temporaries of one backward
     UPDATE = "update"  # what the optimizer's step needs above what a backward did
     START = "start"  # what is held before the first step, above all that training holds
 

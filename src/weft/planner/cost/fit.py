@@ -64,7 +64,7 @@ def fit_era(
     unknown = next((name for name in names if name not in BOUNDS), None)
     if unknown is not None:
         raise ConfigError(
-            "--fit", unknown, "is no constant that is fitted", f"known: {', '.join(BOUNDS)}"
+            "--fit", unknown, "is not a constant that can be fitted", f"known: {', '.join(BOUNDS)}"
         )
     try:
         from scipy.optimize import least_squares

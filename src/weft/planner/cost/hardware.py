@@ -139,7 +139,7 @@ class Hardware(TomlTable):
         for inner, outer in zip(self.tiers, self.tiers[1:]):
             if not inner.devices or (outer.devices and outer.devices <= inner.devices):
                 raise table_error(
-                    f"joins no more devices than {inner.name}",
+                    f"connects no more devices than {inner.name}",
                     "list inner ones first",
                     tiers=outer.name,
                 )
@@ -192,7 +192,7 @@ class Cluster(TomlTable):
         first, _, rest = name.rpartition("x")
         if count is None and (first in sheet_names() or first.endswith(".toml")):
             raise ConfigError(
-                "--cluster", text, f"{rest!r} is no number of devices", f"write {first}x64"
+                "--cluster", text, f"{rest!r} is not a number of devices", f"write {first}x64"
             )
         sheet = read_sheet(Path(name)) if own else named_sheet(name)
         if count is None and name != LOCAL and not own:
@@ -208,7 +208,10 @@ class Cluster(TomlTable):
         if most and devices > most:
             fix = f"use at most {most}, or a sheet with one more [[tiers]]"
             raise ConfigError(
-                "--cluster", f"{hardware.name}x{devices}", f"its networks join {most} devices", fix
+                "--cluster",
+                f"{hardware.name}x{devices}",
+                f"its networks connect at most {most} devices",
+                fix,
             )
         return cls(hardware=hardware, devices=devices)
 
@@ -248,7 +251,7 @@ def named_sheet(name: str) -> Hardware:
         if KEPT * int(card[2]) < sheet.device.memory_gib <= int(card[2]):
             return sheet
     there = ", ".join(f"{sheet.name} ({sheet.device.memory_gib:g} GiB)" for sheet in family)
-    problem = f"no sheet is of {card[1]} with {card[2]} GB"
+    problem = f"no hardware file describes {card[1]} with {card[2]} GB"
     raise ConfigError("--cluster", name, problem, f"use {there}")
 
 
@@ -303,7 +306,10 @@ def _inherit_profile(name: str, era: Any, where: str) -> Any:
     theirs = tomllib.loads((SHEETS / f"{like}.toml").read_text(encoding="utf-8"))["eras"]
     if name not in theirs:
         raise ConfigError(
-            field, like, f"that sheet has no era {name} ({where})", f"it has {', '.join(theirs)}"
+            field,
+            like,
+            f"that hardware file has no era {name} ({where})",
+            f"it has {', '.join(theirs)}",
         )
     found = {**_inherit_profile(name, theirs[name], where), "layers": [], **era}
     del found["like"]

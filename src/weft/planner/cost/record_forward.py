@@ -70,7 +70,7 @@ def record_forward(
                 "model",
                 type(model).__name__,
                 f"its forward reads elements of a tensor into Python ({problem})",
-                "give its work by its dimensions instead",
+                "use a model whose forward does not depend on elements of a tensor",
             ) from problem
     return forward
 

@@ -64,7 +64,8 @@ class Certainty:
         names = _places(others) if numbered else ", ".join(self.names[at] for at in others)
         best = first + 1 if numbered else self.names[first]
         return (
-            f"not to be told apart from {best}: {names}; measure some of them, and give --measured"
+            f"too close to {best} to tell which is faster: {names}; measure some of them,"
+            " and give --measured"
         )
 
 

@@ -26,8 +26,8 @@ def explain_row(row: RankedLayout) -> str:
         lines += _part(part, 1.0, "s")
     if row.simulated:
         lines += [
-            f"  {'bubble, simulated':<28}{row.time['bubble']:>12.4g} s    messages between stages"
-            " among it"
+            f"  {'bubble, simulated':<28}{row.time['bubble']:>12.4g} s    includes messages"
+            " between stages"
         ]
     held = f"a rank holds {row.held_bytes / GIB:.4g} GiB"
     lines += ["", held if row.fits else f"{held}, which {excess_text(row)}"]

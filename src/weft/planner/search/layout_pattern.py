@@ -56,7 +56,7 @@ class LayoutPattern:
             if axis not in AXES:
                 raise LayoutError(field, text, f"there is no axis {axis!r}", nearest(axis, AXES))
             if axis in sizes:
-                raise LayoutError(field, text, f"axis {axis} stands twice", "name each axis once")
+                raise LayoutError(field, text, f"axis {axis} is named twice", "name each axis once")
             if size == "0":
                 raise LayoutError(field, text, f"axis {axis} has size 0", "sizes start at 1")
             sizes[axis] = None if size == "*" else int(size)

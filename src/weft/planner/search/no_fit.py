@@ -39,7 +39,9 @@ def no_candidates(
     if math.prod(sizes.values()) > devices:
         problem = f"{math.prod(sizes.values())} ranks are more than {devices} devices"
         return LayoutError(field, pattern.text, problem, "use smaller sizes, or a larger cluster")
-    problem = refusal(one | sizes, question) or "no layout of it keeps to the rules"
+    problem = refusal(one | sizes, question) or (
+        "the rules of the search allow no layout of this pattern"
+    )
     allowed = [
         f"{axis}{size}"
         for axis in sizes
@@ -79,7 +81,7 @@ def nothing_fits(
         if row is not None and row.fits:
             helps.append(f"{larger.cluster.devices} devices would do, with {row.layout}")
             break
-    more = "use devices with more memory" if limit_gib is None else "allow more"
+    more = "use devices with more memory" if limit_gib is None else "allow more memory"
     fix = "; ".join(helps) or f"{more}, shorter samples, or a smaller model"
     if limit_gib is not None:
         return ConfigError("--max-memory", limit_gib, problem, fix)

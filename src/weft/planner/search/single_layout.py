@@ -30,7 +30,9 @@ def parse_whole_layout(layout: str) -> LayoutPattern:
     """What --explain names. Raises LayoutError."""
     pattern = LayoutPattern.parse(layout, "--explain")
     if not pattern.exact:
-        raise LayoutError("--explain", layout, "is no whole layout", "write one as in fsdp8.tp8")
+        raise LayoutError(
+            "--explain", layout, "is not a complete layout", "write one as in fsdp8.tp8"
+        )
     return pattern
 
 
@@ -84,7 +86,7 @@ def _check(
     Refusal."""
     world, devices = pattern.layout.world, question.cluster.devices
     if world > devices:
-        problem = f"has {world} ranks, and {question.cluster} {devices} devices"
+        problem = f"has {world} ranks, and {question.cluster} has {devices} devices"
         raise LayoutError(field, pattern.text, problem, "use a smaller layout, or a larger cluster")
     if refusal(dict.fromkeys(AXES, 1) | dict(plain_layout(pattern.layout).sizes), question):
         raise no_candidates(question, pattern, field)
@@ -107,8 +109,8 @@ def other_ways(question: PlanQuery, row: RankedLayout, checker: FeasibilityCheck
     if best.fits:
         return [f"it would fit as {describe_row(best)}"]
     return [
-        f"it fits with no microbatches and no recomputation: the nearest, {describe_row(best)},"
-        f" {excess_text(best)}"
+        "no number of microbatches and no recomputation makes it fit: the nearest,"
+        f" {describe_row(best)}, {excess_text(best)}"
     ]
 
 

@@ -12,9 +12,9 @@ from .curves import drawn
 # group -> the parts of a prediction in it, as weft.planner names them
 GROUPS = {
     "weights": ("weights", "gathered weights"),
-    "gradients": ("gradients", "stand-ins"),
-    "state": ("optimizer", "averages", "agreement"),
-    "activations": ("activations", "beside", "update", "start"),
+    "gradients": ("gradients", "dummy gradients"),
+    "state": ("optimizer", "averages", "synchroniser"),
+    "activations": ("activations", "temporaries", "update", "start"),
     "process": ("process",),
 }
 MOST_RANKS = 32

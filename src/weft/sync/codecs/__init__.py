@@ -38,5 +38,7 @@ def make_codec(name: str, **options: Any) -> Codec:
     for option in options:
         if option not in parameters:
             fix = nearest(option, parameters) if parameters else f"write codec = {name!r} alone"
-            raise ConfigError(f"{FIELD}.{option}", options[option], f"is no option of {name}", fix)
+            raise ConfigError(
+                f"{FIELD}.{option}", options[option], f"is not an option of {name}", fix
+            )
     return known[name](**options)

@@ -46,7 +46,7 @@ class DGC(Codec):
             self.density,
             float,
             lambda x: 0 < x <= 1,
-            "a part, above 0 and at most 1",
+            "a fraction above 0 and at most 1",
         )
         require(
             "sync.codec.momentum",

@@ -29,7 +29,7 @@ class TopK(MessageCodec):
             self.density,
             float,
             lambda x: 0 < x <= 1,
-            "a part, above 0 and at most 1",
+            "a fraction above 0 and at most 1",
         )
 
     def count(self, n: int) -> int:

@@ -98,7 +98,7 @@ def own_tracks(path: Path) -> list[Event]:
     except OSError as error:
         raise ConfigError("--profile", str(path), f"cannot be read ({error})", fix) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        problem = f"is no profile of a run ({type(error).__name__}: {error})"
+        problem = f"is not a profile of a run ({type(error).__name__}: {error})"
         raise ConfigError("--profile", str(path), problem, fix) from None
     return found
 
