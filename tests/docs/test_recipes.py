@@ -172,7 +172,7 @@ def test_dpo_in_a_pipeline_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path:
     dpo = load("dpo")
     small = small_pairs(dpo, monkeypatch, tmp_path)
     small.layout = "pp2"
-    with pytest.raises(UnsupportedModel, match="modules that are called once"):
+    with pytest.raises(UnsupportedModel, match="modules at which a stage can begin"):
         weft.launch(dpo.train, small, layout="pp2")
 
 
