@@ -148,7 +148,8 @@ def test_a_rank_that_stops_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
         os.kill(children(process.pid)[1], signal.SIGSTOP)
         output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
-    assert "no progress for 6 s: rank 1 does not answer" in output, output
+    # a rank that was stopped while it saved has ten times as long
+    assert re.search(r"no progress for 60? s: rank 1 does not answer", output), output
     assert re.search(
         r"  rank 0: after step \d+, waits .*, at .*weft/\S+\.py:\d+ in \w+: `.*`", output
     ), output
