@@ -41,6 +41,13 @@ MUTANTS = {
         "if is_causal:",
         "if False:",
     ),
+    "causal mask lost in the model": (
+        "decoder",
+        "weft.nn.models.decoder",
+        "Attention.forward",
+        "is_causal=mask is None",
+        "is_causal=False",
+    ),
     "scale lost under dropout": (
         "attention",
         FUNCTIONS,

@@ -141,7 +141,7 @@ def verify(
             write_verified(
                 folder, report, written.model_dump(mode="json", exclude_none=True), precision
             )
-        typer.echo(report.json() if as_json else report.verdict())
+        typer.echo(report.json() if as_json else "\n\n".join(report.told()))
         if not report.passed:
             raise typer.Exit(1)
 

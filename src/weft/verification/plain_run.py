@@ -197,6 +197,16 @@ class PlainRun:
         self.model.train()
         return found
 
+    @torch.no_grad()
+    def output(self, batch: Batch) -> Any:
+        """What the model returns in evaluation mode."""
+        self.model.eval()
+        try:
+            with self.case.mode(), self._functions(batch, None).active():
+                return self._forward(batch)
+        finally:
+            self.model.train()
+
     def _count(self, name: str, module: nn.Module, args: tuple) -> None:
         self.calls[name] += 1
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import sqrt
 
@@ -20,10 +21,12 @@ from weft.core import Plan
 
 from .activation_recorder import ActivationRecorder
 from .case import Case
+from .plain.causality import reads_later_tokens
 from .plain.optimizers import AnyOptimizer
 from .plain_run import NeedsMicrobatches, PlainRun, StepRecord, fitting_scale
 
 Batch = dict[str, Tensor]
+LATER = "an output of the model at a position changes with the tokens after it"
 OVERFLOWS = 2.0**60  # a loss scale that is too large for any gradient in fp16
 
 
@@ -60,6 +63,9 @@ class Reference:
     loss_scale: float = 1.0
     # laws that what was drawn for both sides breaks: masks, random numbers, the order of samples
     broken: tuple[str, ...] = ()
+    # whether an output at a position changes with the tokens after it, which the loss has it
+    # predict; of a plain run
+    reads_later: bool = False
     definition: str = ""  # what it is instead of the plain run: a synchroniser's own definition
     case: Case | None = None  # what was run, if not the case that was asked for
     replicas: tuple[Reference, ...] = ()  # one for each, where they step by themselves
@@ -119,7 +125,17 @@ def reference_steps(
     found.final = final_state(run.model, [run.optimizer], run.params)
     found.traces, found.labels, found.loss_bytes = record.traces, record.labels, record.loss_bytes
     found.broken = (*run.laws.broken, *case.faults())
+    if case.precision == "fp64" and _reads_later_tokens(run, found.batches[0]):
+        found.reads_later = True
+        if type(run.model).__module__.startswith("weft."):  # its mask is a part of weft
+            found.broken = (*found.broken, LATER)
     return found
+
+
+def _reads_later_tokens(run: PlainRun, batch: Batch) -> bool:
+    with suppress(Exception):  # a model that takes no single sample
+        return reads_later_tokens(run.output, run.case.loss, batch) or False
+    return False
 
 
 def final_state(

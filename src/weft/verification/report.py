@@ -30,6 +30,7 @@ class VerifyReport:
     steps: int
     training: tuple[TrainingResult, ...] = ()
     covered: tuple[Covered, ...] = ()
+    reads_later: bool = False  # as of the reference
 
     @property
     def passed(self) -> bool:
@@ -40,8 +41,19 @@ class VerifyReport:
     def text(self) -> str:
         """A table per layout, and a last line that says whether all agree."""
         return "\n\n".join(
-            [*(result_table(result, self.steps) for result in self.results), self.verdict()]
+            [*(result_table(result, self.steps) for result in self.results), *self.told()]
         )
+
+    def told(self) -> list[str]:
+        """What is printed after the tables."""
+        said = [self.verdict()]
+        if self.reads_later:
+            note = translate(
+                "note: the model's output at a position changes with the tokens after it, which are"
+                " its labels: give attention is_causal=True, or use another loss"
+            )
+            said.insert(0, note)
+        return said
 
     def verdict(self) -> str:
         """Whether all agree, in one line, in the language of the locale."""
@@ -95,6 +107,8 @@ class VerifyReport:
             found["training"] = [
                 {**asdict(result), "passed": result.passed} for result in self.training
             ]
+        if self.reads_later:
+            found["reads_later_tokens"] = True
         if self.covered:
             found["covered"] = [asdict(row) for row in self.covered]
         return json.dumps({**found, "passed": self.passed}, indent=2)

@@ -83,7 +83,8 @@ def verify_case(
             why = "hangs" if said == f"exited with code {HANGS}" else f"does not run: {said}"
             results.append(failed_result(layout, f"{why} (rank {error.rank})"))
         done(results[-1])
-    return VerifyReport(tuple(results), steps)
+    later = any(isinstance(each, Reference) and each.reads_later for each in references.values())
+    return VerifyReport(tuple(results), steps, reads_later=later)
 
 
 def _references(case: Case, layouts: Sequence[str], steps: int) -> list[Reference | Refusal]:
