@@ -213,6 +213,15 @@ def test_a_change_is_seen(pool: Pool, name: str) -> None:
     assert not result.passed, result
 
 
+@pytest.mark.parametrize("name", ["outer rate lost", "no Nesterov"])
+def test_the_exchange_that_is_wrong_is_named(pool: Pool, name: str) -> None:
+    """After the last step of a period, before a loss tells of it."""
+    kind, *mutant = MUTANTS[name]
+    result = pool.run(both_sides, Mutant(*mutant), case_of(kind), "dp2", world=2)[0]
+    period = KINDS[kind]["period"]
+    assert f" after step {period - 1} " in str(result.first), result
+
+
 def test_a_long_period_is_shortened_and_the_report_says_so() -> None:
     made = sync.make_sync("diloco", period=100, fragments=2, delay=30)
     assert isinstance(made, LocalSteps)

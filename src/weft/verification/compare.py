@@ -48,7 +48,7 @@ from .kept_gradients import keep_gradients
 from .layout_result import LayoutResult
 from .predict_step import predict_step
 from .reference import OVERFLOWS, Reference
-from .rounding import errors_beyond
+from .rounding import MOST, errors_beyond
 from .tensor_errors import (
     buffer_errors,
     error_ratio,
@@ -200,6 +200,11 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
                 )
                 updated |= buffer_errors(engine, reference, case.bounds)
                 found += _first_of(updated, (step, "weight"), case.bounds.weight)
+            elif reference.after:  # names the exchange; roundings are judged at the end
+                now = weight_errors(
+                    engine, reference.after[step], f"after step {step}", reference, case.bounds
+                )
+                found += _first_of(now, (step, "weight"), max(case.bounds.weight, MOST))
     overflow = _overflow_problem(case, engine) if case.precision == "fp16" else None
     last, problem = state_errors(engine, reference, case.bounds)
     if engine.replicas.independent:

@@ -45,6 +45,8 @@ class Reference:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)  # of all gradients of a step together
     updated: dict[str, Tensor] = field(default_factory=dict)
+    # weights after each step, of replicas, whose exchanges come between steps
+    after: list[dict[str, Tensor]] = field(default_factory=list)
     buffers: dict[str, Tensor] = field(default_factory=dict)  # after step 0, of a plain run
     final: dict[str, Tensor] = field(
         default_factory=dict

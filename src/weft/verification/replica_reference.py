@@ -58,8 +58,12 @@ def run_replicas(case: Case, layout: str, steps: int) -> Reference:
     runs = [reference_steps(each, max(steps, _steps_of(sync))) for each in cases]
     trained = {n: p.detach() for n, p in case.model().named_parameters() if p.requires_grad}
     replicas, exchange = exchanging(plan, trained)
+    after: list[list[dict[str, Tensor]]] = [[] for _ in runs]
     for step in range(1, max(steps, _steps_of(sync)) + 1):
-        replicas.after(step, [_weights(next(run), trained) for run in runs])
+        weights = [_weights(next(run), trained) for run in runs]
+        replicas.after(step, weights)
+        for kept_now, now in zip(after, weights, strict=True):
+            kept_now.append({name: w.clone() for name, w in now.items()})
     found = []
     for number, run in enumerate(runs):
         try:
@@ -67,6 +71,7 @@ def run_replicas(case: Case, layout: str, steps: int) -> Reference:
         except StopIteration as end:
             found.append(end.value)
         found[-1].definition, found[-1].case = definition, case
+        found[-1].after = after[number]
         kept = replicas.state(number)
         found[-1].final |= {f"outer/{name}": tensor for name, tensor in kept.items()}
         laws = seed_faults([each.seed for each in cases])
