@@ -3,6 +3,7 @@ attention takes, are those of one device."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -361,6 +362,7 @@ def heads_of(ids: Tensor) -> Tensor:
 USED = {
     "a fraction": lambda ids: TABLE.sum() / ids.shape[1],
     "a Python fraction": lambda ids: torch.tensor(1 / ids.shape[1]),
+    "a root": lambda ids: TABLE.sum() * math.sqrt(ids.shape[1]) * float(ids.shape[1]),
     "a limit": lambda ids: ids if ids.shape[1] > LENGTH - 1 else ids * 2,
     "a number of them all": lambda ids: int(ids.max()),
     "a look": lambda ids: bool((ids == 3).any()),

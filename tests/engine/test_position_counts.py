@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -50,6 +51,7 @@ def test_what_is_the_same_of_both_is_a_plain_integer() -> None:
 def test_comparisons_and_fractions_are_of_the_whole() -> None:
     assert N > 10 and not N < 10 and N > 10 and N >= ALL and min(N, 12) == 12
     assert N / 2 == ALL / 2 and N**-0.5 == ALL**-0.5
+    assert float(N) == ALL and math.sqrt(N) == math.sqrt(ALL)
 
 
 def test_as_a_size_it_is_that_of_the_part() -> None:

@@ -39,6 +39,11 @@ class PositionCount(int):
             return False
         return same
 
+    def __float__(self) -> float:
+        """Of the whole, as `math.sqrt` takes it too; `math.log` reads the integer itself."""
+        self.used()
+        return float(self.whole)
+
     def __ne__(self, other: object) -> bool:
         return not self == other
 
