@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -447,6 +448,26 @@ def test_a_table_that_the_models_own_forward_reads_is_left_whole() -> None:
     plan = laid(Subject(partial(Scored)), Scored(), "tp2")
     assert "encoder.weight" not in {param.name for step in plan.steps for param in step.params}
     assert any("encoder: its weight is read by Scored" in note for note in plan.notes)
+
+
+class Normalised(nn.Module):
+    """Both linears are called with a norm of their weights, as in nGPT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = F.embedding(input_ids, F.normalize(self.embedding.weight, dim=-1))
+        up, down, head = (F.normalize(m.weight) for m in (self.up, self.down, self.head))
+        return F.linear(x + F.linear(torch.relu(F.linear(x, up)), down), head)
+
+
+def test_linears_whose_weight_something_else_reads_are_not_to_be_declared() -> None:
+    with pytest.raises(UnsupportedModel, match="its weight is read by Normalised") as refusal:
+        laid(Subject(Normalised), Normalised(), "tp2")
+    assert "declare" not in refusal.value.fix
 
 
 def test_a_bias_that_its_holder_uses_is_found_by_the_trial(pool: Any) -> None:

@@ -91,6 +91,7 @@ class ExpertsRole:
 class Roles:
     """What was found: chains, the vocabulary's embeddings and heads, the repeated blocks, and where
     each came from. `all_seen`: the forward shows that no other linears are columns and a row.
+    `read_elsewhere`: modules that are whole because something else reads their weight.
     `uneven`: rows of chains that so many ranks do not divide, and the features or heads that enter.
 
     More than one embedding or head: modules of their own that hold the same weight (a T5's encoder
@@ -106,6 +107,7 @@ class Roles:
     experts: tuple[ExpertsRole, ...] = ()
     mixers: tuple[str, ...] = ()  # modules that mix positions, other than by attention weft divides
     all_seen: bool = False
+    read_elsewhere: tuple[str, ...] = ()
     uneven: tuple[tuple[str, int], ...] = ()
 
     def of_experts(self, name: str) -> bool:

@@ -47,6 +47,7 @@ def without_weights_read_elsewhere(request: PlanRequest, roles: Roles) -> Roles:
         embeddings=tuple(n for n in roles.embeddings if n not in read),
         heads=tuple(n for n in roles.heads if n not in read),
         notes=(*roles.notes, *notes),
+        read_elsewhere=tuple(read),
     )
 
 

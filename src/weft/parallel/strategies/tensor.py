@@ -71,7 +71,8 @@ def steps(request: StepsRequest) -> Iterator[Step]:
         problem += f" model{_SEEN if roles.all_seen else ''}"
         problem += f" ({'; '.join(_once(roles.notes))})" if roles.notes else ""
         problem += "" if some else ", whose weights are in no nn.Linear and no nn.Embedding"
-        fix = _instead(model) + (_TO_DECLARE if several and not roles.all_seen else "")
+        seen = roles.all_seen or roles.read_elsewhere
+        fix = _instead(model) + (_TO_DECLARE if several and not seen else "")
         raise NothingToDivide("layout", str(layout), problem, fix)
     sequence = "sequence" in layout.options_of(AXIS)
     residual: Placement = Shard(1) if sequence else COPY
