@@ -451,17 +451,28 @@ def test_a_table_that_the_models_own_forward_reads_is_left_whole() -> None:
 
 
 class Normalised(nn.Module):
-    """Both linears are called with a norm of their weights, as in nGPT."""
+    """All linears are called with a norm of their weights, as in nGPT."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB)
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+
+    @staticmethod
+    def normed(linear: nn.Linear, x: Tensor) -> Tensor:
+        return F.linear(x, F.normalize(linear.weight, dim=-1))
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        x = F.embedding(input_ids, F.normalize(self.embedding.weight, dim=-1))
-        up, down, head = (F.normalize(m.weight) for m in (self.up, self.down, self.head))
-        return F.linear(x + F.linear(torch.relu(F.linear(x, up)), down), head)
+        x = self.embedding(input_ids)
+        q, k, v = (
+            self.normed(each, x).unflatten(-1, (2, 8)).transpose(1, 2)
+            for each in (self.q, self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.normed(self.o, y)
+        x = x + self.normed(self.down, F.silu(self.normed(self.up, x)))
+        return F.linear(x, F.normalize(self.embedding.weight, dim=-1)) + self.head(x)
 
 
 def test_linears_whose_weight_something_else_reads_are_not_to_be_declared() -> None:
