@@ -528,7 +528,7 @@ def test_what_transformers_cannot_build(
     [
         ({}, "it has no model_type"),
         ({"model_type": "lama"}, "no model_type 'lama'"),
-        ({"model_type": "zzzzzzzzzzzz"}, "known: "),
+        ({"model_type": "zzzzzzzzzzzz"}, "The nearest of "),
     ],
 )
 def test_a_kind_of_model_that_is_not_known(

@@ -785,7 +785,7 @@ def test_files(everything: report.SimulationReport, tmp_path: Path) -> None:
     sections = {one["id"]: one["blocks"] for one in json.loads(held[1])["sections"]}
     assert list(sections) == ["summary", "step", "stragglers", "replicas", "failures", "scaling"]
     assert sections["step"][0]["kind"] == "timeline" and sections["step"][0]["spans"]
-    with pytest.raises(ConfigError, match=r"--out = .*Name a \.svg, \.html, \.json, \.csv"):
+    with pytest.raises(ConfigError, match=r"--out = .*ends in one of \.svg, \.html, \.json, \.csv"):
         report.write_report(tmp_path / "out.pdf", everything)
 
 

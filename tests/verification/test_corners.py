@@ -597,7 +597,7 @@ def test_dropout_of_attention_that_a_model_recomputes_by_itself_is_refused() -> 
 
     laid = weft.plan(model, "dp1", batch=4, loss=loss)
     engine = weft.Engine(model, laid, optimizer=partial(torch.optim.SGD, lr=0.1), loss=loss)
-    with pytest.raises(UnsupportedModel, match="another mask"):
+    with pytest.raises(UnsupportedModel, match="another dropout mask"):
         engine.step({"x": torch.randn(4, 3, 4)})
     model.p = 0.0
     engine.step({"x": torch.randn(4, 3, 4)})
@@ -613,7 +613,7 @@ def test_dropout_that_a_model_recomputes_by_itself_is_refused(reentrant: bool) -
 
     laid = weft.plan(model, "dp1", batch=4, loss=loss)
     engine = weft.Engine(model, laid, optimizer=partial(torch.optim.SGD, lr=0.1), loss=loss)
-    with pytest.raises(UnsupportedModel, match="another mask"):
+    with pytest.raises(UnsupportedModel, match="another dropout mask"):
         engine.step({"x": torch.randn(4, 4)})
     model.inner[1].p = 0.0  # type: ignore[union-attr, assignment]
     engine.step({"x": torch.randn(4, 4)})
