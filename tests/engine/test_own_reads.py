@@ -55,6 +55,18 @@ class Logs(Halts):
         return self.head(x)
 
 
+class Skips(Halts):
+    """Layers are left out by a number that all ranks draw alike (LayerDrop, Fan et al. 2019)."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.tokens(input_ids)
+        for _ in range(4):
+            kept = torch.rand([]) < 0.7 if self.training else True
+            if kept:
+                x = self.block(x)
+        return self.head(x)
+
+
 def step_of(build: Callable[[], nn.Module]) -> float:
     torch.manual_seed(0)
     batch = {"input_ids": torch.randint(VOCAB, (SAMPLES, LENGTH))}
@@ -72,6 +84,11 @@ def test_a_loop_that_ranks_leave_by_their_own_positions_is_refused(pool: Pool) -
 
 def test_what_is_read_for_a_log_decides_nothing(pool: Pool) -> None:
     assert pool.run(step_of, Logs, world=2, timeout=60)[0] > 0
+
+
+def test_a_number_that_all_ranks_draw_may_decide(pool: Pool) -> None:
+    first, second = pool.run(step_of, Skips, world=2, timeout=60)
+    assert first == second > 0
 
 
 # ---- which line decides ----------------------------------------------------------------------

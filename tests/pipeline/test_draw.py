@@ -406,7 +406,7 @@ def test_files(tmp_path: Path) -> None:
         (["1f1"], 'Did you mean "1f1b"?'),
         (["1f1b", "--ranks", "0"], "pipeline.ranks = 0"),
         (["1f1b", "--microbatches", "-1"], "pipeline.microbatches = -1"),
-        (["1f1b", "--forward", "fast"], "--forward = 'fast': neither a number nor a list"),
+        (["1f1b", "--forward", "fast"], "--forward = 'fast': is neither a number nor a list"),
         (["1f1b", "--forward", "1,2"], "2 numbers for 4 stages"),
         (["1f1b", "--weight", "-1"], "not a time or size"),
         (["1f1b", "--chunks", "2"], "1f1b has no such option"),

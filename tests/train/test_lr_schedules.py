@@ -202,5 +202,5 @@ def test_one_schedule_at_a_time(tmp_path: Path) -> None:
     text = RUN + '[lr_schedule]\nbuild = "own_schedules:halves"\nevery = 2\n'
     with pytest.raises(ConfigError, match=r"train.warmup = 5: has no effect where \[lr_schedule\]"):
         load(tmp_path, text, warmup=5)
-    with pytest.raises(ConfigError, match=r"lr_schedule\.every = 2: names nothing"):
+    with pytest.raises(ConfigError, match=r"lr_schedule\.every = 2: has arguments, and no"):
         load(tmp_path, RUN + "[lr_schedule]\nevery = 2\n")

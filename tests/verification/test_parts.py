@@ -191,7 +191,7 @@ def test_what_a_part_cannot_be_is_refused(layout: str, parts: dict[str, str], sa
 def test_a_weight_of_two_parts_is_refused() -> None:
     tied = partial(decoder, VOCAB, 32, 2, 4, 2, seq_len=LENGTH, tied=True)
     subject = Subject(tied, plan=(("parts", {"head": "fsdp"}),))
-    with pytest.raises(Refusal, match="are one weight"):
+    with pytest.raises(Refusal, match="are one tied weight"):
         laid(subject, seeded(tied), "fsdp2.tp2")
 
 

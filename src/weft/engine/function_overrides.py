@@ -165,7 +165,7 @@ class FunctionOverrides(TorchFunctionMode):
         known, counts = self._followed()
         if func in DRAWS:
             drawn = self._draw(func, args, kwargs)
-            return drawn if known is None else known.mark(drawn, func, args, kwargs)
+            return drawn if known is None else known.drawn(drawn, func, args, kwargs)
         if func in DROPOUTS:
             if "train" in kwargs:  # torch.dropout's own name for it
                 kwargs = {**kwargs, "training": kwargs["train"]}

@@ -158,6 +158,13 @@ class KnownSequences:
         self._shapes.mark(made, func, args, kwargs)
         return made
 
+    def drawn(self, made: Any, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """As `mark`, of random numbers: the same on every rank where their shape is a constant."""
+        given = args, kwargs
+        if isinstance(made, Tensor) and not _counts(given) and not [*tensors_of(given)]:
+            return set_alike(made)
+        return self.mark(made, func, args, kwargs)
+
     def rows(self, part: Tensor) -> Tensor | None:
         """Of pairs of positions [..., queries, keys], those of this rank's queries with all keys;
         None where those are not known."""
