@@ -137,9 +137,9 @@ def test_a_file_that_ends_too_early_is_refused(file: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda data: b"", "no safetensors"),
-        (lambda data: b"\xff" * 8 + data[8:], "no safetensors"),
-        (lambda data: data[:40], "no safetensors"),
+        (lambda data: b"", "not a safetensors file"),
+        (lambda data: b"\xff" * 8 + data[8:], "not a safetensors file"),
+        (lambda data: data[:40], "not a safetensors file"),
         (lambda data: data[:-4], "ends within"),
         (lambda data: data.replace(b'"F64"', b'"F99"', 1), "F99"),
         (lambda data: data.replace(b"[6,8]", b"[6,9]", 1), "gives plain 192 bytes"),
