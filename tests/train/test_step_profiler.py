@@ -16,7 +16,7 @@ from weft.cli.app import app
 from weft.core.errors import ConfigError
 from weft.launch.local_workers import Pool
 from weft.train.overlap.profiled_step import read_profile, total_s
-from weft.train.step_profiler import rank_events
+from weft.train.step_profiler import rank_events, read_zero_s
 from weft.train.trainer import train
 
 
@@ -126,3 +126,11 @@ def test_work_that_begins_after_its_call_is_of_that_call(begins: float, named: s
     ]
     found = rank_events(0, {"traceEvents": events}, [], 0.0)
     assert {e["name"] for e in found if e.get("cat") == "communication"} == {named}
+
+
+def test_the_clock_is_that_of_the_shortest_read() -> None:
+    """A process that the system stops between two lines reads the two clocks at other times."""
+    trace = {"traceEvents": [span("weft: clock", ts, 1) for ts in (5000, 1000, 9000)]}
+    trace["traceEvents"].append(span("weft: all ranks begin", 10_000, 1))
+    reads = [(0.001, 0.001002), (0.003, 0.005002), (0.0051, 0.009)]  # the first read is at 1000
+    assert read_zero_s(trace, reads) == pytest.approx(0.010001)

@@ -11,7 +11,7 @@ import json
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,11 +23,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from weft.core import PROFILE, replace_file
 from weft.engine import COMM_PREFIX, CommLabels, Engine, Span
 
-START = "weft: all ranks begin"
+START, CLOCK = "weft: all ranks begin", "weft: clock"
+CLOCK_READS = 8
 STAGES, COMPUTES, TRACK = "stages", "computes", "communication"
 GLOO, OVER, STEP, OPERATOR = "gloo:", " over ", "step ", "aten::"
 BETWEEN_US = 100.0  # between two operators, in Python, at most: a longer gap is a wait
 Event = dict[str, Any]
+ClockRead = tuple[float, float]  # `time.perf_counter` before and after an event CLOCK
 
 
 class StepProfiler:
@@ -37,7 +39,7 @@ class StepProfiler:
         self._engine, self._steps = engine, steps
         self._profile: profile | None = None
         self._spans: list[Span] = []
-        self._zero_s = 0.0
+        self._clock_reads: list[ClockRead] = []
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -62,10 +64,11 @@ class StepProfiler:
         self._profile = profile(activities=kinds)
         self._running = True
         self._profile.start()
+        self._clock_reads = [_read_clock() for _ in range(CLOCK_READS)]
         if dist.is_initialized():
             dist.barrier()  # one zero for the clocks of all hosts
         with record_function(START):
-            self._zero_s = time.perf_counter()
+            pass
 
     def stop(self) -> None:
         """The last step that is profiled has ended, or the run."""
@@ -85,15 +88,16 @@ class StepProfiler:
         with TemporaryDirectory(prefix=f".{PROFILE}-", dir=folder) as own:
             whole = Path(own) / PROFILE
             self._profile.export_chrome_trace(str(whole))
-            events = rank_events(rank, json.loads(whole.read_text()), self._spans, self._zero_s)
+            trace = json.loads(whole.read_text())
+            events = rank_events(rank, trace, self._spans, read_zero_s(trace, self._clock_reads))
         replace_file(part, json.dumps(events))
         if dist.is_initialized():
             dist.barrier()
         if rank == 0:
             parts = [folder / f".{PROFILE}-{each}" for each in range(world)]
             merged = [event for each in parts for event in json.loads(each.read_text())]
-            trace = {"displayTimeUnit": "ms", "traceEvents": merged}
-            replace_file(folder / PROFILE, json.dumps(trace))
+            whole_trace = {"displayTimeUnit": "ms", "traceEvents": merged}
+            replace_file(folder / PROFILE, json.dumps(whole_trace))
             for each in parts:
                 each.unlink()
         return folder / PROFILE
@@ -111,6 +115,27 @@ def recorded(recorders: Iterable[StepRecorder], step: int) -> Iterator[None]:
         for each in recorders:
             stack.enter_context(each.step(step))
         yield
+
+
+def _read_clock() -> ClockRead:
+    before = time.perf_counter()
+    with record_function(CLOCK):
+        pass
+    return before, time.perf_counter()
+
+
+def read_zero_s(trace: Mapping[str, Any], reads: Sequence[ClockRead]) -> float:
+    """What `time.perf_counter` showed at START. The two clocks were read together several times:
+    the shortest read counts, as the system may stop a process in the middle of one."""
+    starts = {name: _starts(trace, name) for name in (START, CLOCK)}
+    (before, after), at = min(
+        zip(reads, starts[CLOCK], strict=True), key=lambda read: read[0][1] - read[0][0]
+    )
+    return (before + after) / 2 + (starts[START][0] - at) / 1e6
+
+
+def _starts(trace: Mapping[str, Any], name: str) -> list[float]:
+    return sorted(_start(event) for event in trace["traceEvents"] if event.get("name") == name)
 
 
 def rank_events(
