@@ -7,7 +7,8 @@ the same anchors in all languages. So this makes a folder with
 - the pages of docs/;
 - below repository/, every file that a page links to: Markdown as a page, a folder as a list of its
   files, all else as text;
-- in them, links that lead there, and the English anchors at the headings of translations.
+- in them, links that lead there, the English anchors at the headings of translations, and how much
+  the search counts them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=[)\s])|(?<=(?:src|ref)=\")([^\"]+)(?=\"
 HEADING = re.compile(r"^(#+) (.+)$", re.MULTILINE)
 HAN = r"[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef]"
 PICTURES = (".svg", ".png")
+# How much a page's hits count in the search of the site, by the beginning of its address.
+BOOSTS = {"troubleshooting": 2, "reference/": 0.3, "repository/": 0.2}
 
 
 # ---- what mkdocs calls ---------------------------------------------------------------------------
@@ -134,7 +137,8 @@ def page_of(text: str, source: Path) -> str:
             lambda part: HEADING.sub(lambda m: f"{m[0]} {{ #{next(anchors, '')} }}", part),
         )
         text = outside_code(text, lambda part: re.sub(f"(?<={HAN})\n(?={HAN})", "", part))
-    return text
+    boost = next((value for start, value in BOOSTS.items() if place(source).startswith(start)), 1)
+    return f"---\nsearch:\n  boost: {boost}\n---\n{text}" if boost != 1 else text
 
 
 def outside_code(text: str, change: Callable[[str], str]) -> str:

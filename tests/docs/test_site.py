@@ -4,10 +4,7 @@ can be searched, and a page shows there what a viewer of the repository shows.""
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -52,21 +49,6 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self._in_code:
             self.codes[-1] += data
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("built") / "site"
-    built = subprocess.run(
-        # --quiet would hide warnings from --strict too
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
-        cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert built.returncode == 0, built.stdout + built.stderr
-    return folder
 
 
 def faults(site: Path) -> Iterator[str]:

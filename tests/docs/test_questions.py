@@ -1,0 +1,279 @@
+"""Questions of newcomers, in their words, lead to the section that answers them: by a small search
+of the pages here, and by the search of the site in a real Chromium."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docs.scripts import ROOT, load_script
+from tests.report.folders import browser
+
+stage = load_script("stage_pages")
+DOCS = ROOT / "docs"
+FIRST = 3  # hits that a newcomer looks at
+FAQ = "troubleshooting"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What somebody types; the page and the English anchor of the section that answers it ("" is
+    what stands above its first section); a phrase of the answer."""
+
+    text: str
+    page: str
+    anchor: str
+    phrase: str
+
+    @property
+    def chinese(self) -> bool:
+        return re.search(r"[\u4e00-\u9fff]", self.text + self.phrase) is not None
+
+
+QUESTIONS = [
+    Question(*row)
+    for row in [
+        ("why is my DDP loss not the one-GPU loss", FAQ, "why-is-my-ddp-loss",
+         "prints the mean of its own samples alone"),
+        ("why is my DDP loss different from single GPU", "systems/ddp", "why-is-my-ddp-loss",
+         "each rank takes the mean over its own tokens"),
+        ("how much memory does Adam take under ZeRO-2 on 8 ranks", FAQ, "how-much-memory-does-adam",
+         "8 GB of that is Adam"),
+        ("what is a bubble and how do I shrink it", FAQ, "what-is-a-bubble",
+         "(p - 1) / (m + p - 1)"),
+        ("which layout for 8B on 8 A100", FAQ, "which-layout-for-8b", "it is `fsdp8+zero2`"),
+        ("how do I use gradient accumulation with DDP no_sync", FAQ, "how-do-i-use-gradient",
+         "`train.accumulate` cuts the batch"),
+        ("why is GPU memory still high under FSDP", FAQ, "why-is-gpu-memory-still",
+         "does not shard activations"),
+        ("FSDP uses as much memory as DDP", FAQ, "why-is-gpu-memory-still",
+         "does not shard activations"),
+        ("CUDA out of memory", FAQ, "cuda-out-of-memory", "See what fills it"),
+        ("NCCL timeout", FAQ, "my-run-hangs", "the rank that is in no collective"),
+        ("my training hangs", FAQ, "my-run-hangs", "the rank that is in no collective"),
+        ("how do I resume on another number of GPUs", FAQ, "can-i-resume", "name another layout"),
+        ("batch size and learning rate with more GPUs", FAQ, "do-i-change-the-batch",
+         "the batch of all ranks together"),
+        ("find_unused_parameters", FAQ, "expected-to-have-finished", "no rank has used gets none"),
+        ("Expected to have finished reduction in the prior iteration", FAQ,
+         "expected-to-have-finished", "no rank has used gets none"),
+        ("BatchNorm under DDP SyncBatchNorm", FAQ, "do-i-need-syncbatchnorm",
+         "statistics over the whole batch"),
+        ("LoRA with FSDP", FAQ, "how-do-i-train-with-lora", "Only the adapter"),
+        ("when to use tensor parallel or pipeline parallel", FAQ, "tensor-parallel-tp-or",
+         "belongs inside a node"),
+        ("loss spikes with bf16", FAQ, "my-loss-spikes", '`precision.compute = "fp32"`'),
+        ("sampler.set_epoch", "systems/ddp", "batch-norm-sampler-epochs",
+         "without that call all epochs have one order"),
+        ("do I need DistributedSampler", FAQ, "do-i-need-a-distributedsampler",
+         "follows from `train.seed` and the step alone"),
+        ("training hangs at the end of an epoch with uneven inputs", FAQ,
+         "does-training-hang-at-the-end", "same number of steps"),
+        ("how to export to Hugging Face", FAQ, "how-do-i-export", "that `from_pretrained` loads"),
+        ("how much faster will 2 nodes be", FAQ, "how-much-faster", "Strong scaling keeps the"),
+        ("what is a device mesh", FAQ, "what-is-a-device-mesh", "arranges them along the axes"),
+        ("what are rank and world size", FAQ, "what-is-a-device-mesh", "the number of ranks"),
+        ("difference between DDP and FSDP", FAQ, "what-is-the-difference-between-ddp",
+         "holds the whole state on each rank"),
+        ("what is MFU", FAQ, "what-are-mfu", "the share of the devices' peak"),
+        ("gradient clipping with FSDP or tensor parallel", FAQ, "does-gradient-clipping",
+         "the norm of all gradients of the whole model"),
+        ("activation checkpointing", FAQ, "how-do-i-turn-on", "keeps the input of each block"),
+        ("save checkpoint only on rank 0", FAQ, "do-i-print", "by all ranks together"),
+        ("DataLoader num_workers", FAQ, "is-data-loading-slow", "`data.workers`"),
+        ("do I need NVLink or InfiniBand", FAQ, "do-i-need-nvlink", "`tp` needs NVLink"),
+        ("why are two GPUs slower than one", FAQ, "why-are-two-gpus", "both wait for the sum"),
+        ("torchrun multi node", FAQ, "how-do-i-run-on-two", "Run the same command on each"),
+        ("how do I use my own dataset", FAQ, "how-do-i-use-my-own", "map-style or any iterable"),
+        ("为什么 DDP 的损失和单卡不一样", FAQ, "why-is-my-ddp-loss", "只是自己那部分样本的均值"),
+        ("多卡训练 loss 和单卡不一致", FAQ, "why-is-my-ddp-loss", "只是自己那部分样本的均值"),
+        ("ZeRO-2 8 卡 Adam 占多少显存", FAQ, "how-much-memory-does-adam", "其中 Adam 占 8 GB"),
+        ("什么是气泡 怎么缩小", FAQ, "what-is-a-bubble", "(p - 1) / (m + p - 1)"),
+        ("8 张 A100 训练 8B 用什么布局", FAQ, "which-layout-for-8b", "答案是 `fsdp8+zero2`"),
+        ("怎样用梯度累积 no_sync", FAQ, "how-do-i-use-gradient", "把批次分成若干微批次"),
+        ("FSDP 显存没有下降", FAQ, "why-is-gpu-memory-still", "不切分激活值"),
+        ("NCCL 超时", FAQ, "my-run-hangs", "不在集合通信中的那个 rank"),
+        ("换 GPU 数量断点续训", FAQ, "can-i-resume", "指定另一种布局即可"),
+        ("增加 GPU 学习率 批次", FAQ, "do-i-change-the-batch", "所有 rank 合计的批次"),
+        ("find_unused_parameters 报错", FAQ, "expected-to-have-finished", "与单设备相同"),
+        ("多卡 BatchNorm 同步", FAQ, "do-i-need-syncbatchnorm", "在整个批次上统计"),
+        ("FSDP LoRA 微调", FAQ, "how-do-i-train-with-lora", "只有适配器有梯度和状态"),
+        ("张量并行和流水线并行怎么选", FAQ, "tensor-parallel-tp-or", "放在节点内"),
+        ("bf16 损失突增", FAQ, "my-loss-spikes", '`precision.compute = "fp32"` 训练'),
+        ("最后一个批次不整除 卡死", FAQ, "does-training-hang-at-the-end", "走的步数相同"),
+        ("导出 Hugging Face 格式", FAQ, "how-do-i-export", "`from_pretrained` 能加载的目录"),
+        ("用两台机器会快多少", FAQ, "how-much-faster", "强扩展保持批次不变"),
+        ("什么是设备网格 mesh", FAQ, "what-is-a-device-mesh", "按布局的轴排列"),
+        ("显存不足 OOM", FAQ, "cuda-out-of-memory", "先看什么占得多"),
+        ("DDP 和 FSDP 的区别", FAQ, "what-is-the-difference-between-ddp", "保存全部状态"),
+        ("梯度裁剪", FAQ, "does-gradient-clipping", "整个模型全部梯度的范数"),
+        ("训练 70B 需要多少张卡", FAQ, "how-many-gpus", "16 字节"),
+        ("数据加载慢 num_workers", FAQ, "is-data-loading-slow", "`data.workers`：每个 rank"),
+    ]
+]  # fmt: skip
+
+
+# ---- the sections of the pages -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """A section of a page, without the sections below it."""
+
+    page: str
+    anchor: str  # the English one, which the Chinese page has on the site, too
+    heading: str
+    text: str
+
+    def answers(self, question: Question) -> bool:
+        return self.page == question.page and self.anchor.startswith(question.anchor)
+
+
+def parts_of(pages: Path, chinese: bool) -> list[Part]:
+    """All sections of the pages of one language."""
+    found = []
+    end = ".zh.md" if chinese else ".md"
+    for path in sorted(pages.rglob(f"*{end}")):
+        if chinese == path.name.endswith(".zh.md") and "reference" not in path.parts:
+            page = path.relative_to(pages).as_posix().removesuffix(end)
+            text = path.read_text(encoding="utf-8")
+            english = stage.original_of(path).read_text(encoding="utf-8")
+            code: list[str] = []
+            bare = stage.FENCE.sub(lambda match, code=code: code.append(match[0]) or "\0", text)
+            cut = re.split(r"^#+ (.+)$", bare, flags=re.MULTILINE)[1:]
+            for anchor, heading, below in zip(stage.slugs(english), cut[::2], cut[1::2]):
+                whole = re.sub("\0", lambda _, code=code: code.pop(0), below)
+                found.append(Part(page, anchor, heading, " ".join(whole.split())))
+    return found
+
+
+# ---- a small search ------------------------------------------------------------------------------
+
+
+def words(text: str) -> set[str]:
+    """English words without the s of a plural, numbers, and pairs of Chinese characters."""
+    latin = {word.removesuffix("s") for word in re.findall(r"[a-z0-9]+", text.lower())}
+    runs = re.findall(r"[\u4e00-\u9fff]+", text)
+    return latin | {run[at : at + 2] for run in runs for at in range(len(run) - 1)}
+
+
+class Search:
+    """Sections by the words of a question that they have: rare ones count more, those of a heading
+    count three times."""
+
+    def __init__(self, parts: list[Part]):
+        self.parts = parts
+        self.words = [(words(part.heading), words(part.text)) for part in parts]
+        self.known = Counter(word for heads, body in self.words for word in heads | body)
+
+    def hits(self, question: str) -> list[Part]:
+        """The first sections, best first."""
+        asked = words(question)
+        weight = {w: math.log(len(self.parts) / self.known[w]) for w in asked if self.known[w]}
+
+        def score(at: int) -> float:
+            heads, body = self.words[at]
+            return sum(weight[w] * (3 * (w in heads) + (w in body)) for w in weight)
+
+        best = sorted(range(len(self.parts)), key=score, reverse=True)
+        return [self.parts[at] for at in best[:FIRST]]
+
+
+def unanswered(question: Question, hits: list[Part], parts: list[Part]) -> str:
+    """Why a newcomer does not find the answer; nothing if the question leads there."""
+    found = [part for part in parts if part.answers(question)]
+    if not any(question.phrase in part.text for part in found):
+        return f"{question.page}#{question.anchor} does not say {question.phrase!r}"
+    if not any(part.answers(question) for part in hits):
+        seen = ", ".join(f"{part.page}#{part.anchor}" for part in hits)
+        return f"{question.text!r} leads to {seen}"
+    return ""
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["English", "Chinese"])
+def language(request: pytest.FixtureRequest) -> tuple[list[Question], list[Part]]:
+    chosen = [question for question in QUESTIONS if question.chinese == request.param]
+    return chosen, parts_of(DOCS, request.param)
+
+
+def test_every_question_leads_to_its_answer(language: tuple[list[Question], list[Part]]) -> None:
+    questions, parts = language
+    search = Search(parts)
+    assert len(questions) > 20
+    found = [unanswered(question, search.hits(question.text), parts) for question in questions]
+    assert not [fault for fault in found if fault]
+
+
+def test_a_lost_answer_is_seen(language: tuple[list[Question], list[Part]]) -> None:
+    """One whose phrase is gone, and one whose words are."""
+    questions, parts = language
+    for question in questions[:2]:
+        (place,) = [at for at, part in enumerate(parts) if part.answers(question)]
+        part = parts[place]
+        for heading, text in [
+            (part.heading, part.text.replace(question.phrase, "")),
+            ("Other", f"words {question.phrase}"),
+        ]:
+            changed = [*parts]
+            changed[place] = Part(part.page, part.anchor, heading, text)
+            assert unanswered(question, Search(changed).hits(question.text), changed)
+
+
+# ---- the search of the site ----------------------------------------------------------------------
+
+# Asks the worker that the page's own search asks, with what the page puts before it.
+ASK = """
+const [questions, done] = arguments;
+const config = JSON.parse(document.querySelector("#__config").textContent);
+const worker = new Worker(new URL(config.search, location));
+const answer = (message) => new Promise((resolve) => {
+  worker.addEventListener("message", (event) => resolve(event.data), { once: true });
+  worker.postMessage(message);
+});
+(async () => {
+  const index = await (await fetch("search/search_index.json")).json();
+  await answer({ type: 0, data: { ...index, options: { suggest: false } } });
+  const found = [];
+  for (const question of questions) {
+    const { data } = await answer({ type: 2, data: question });
+    found.push(data.items.map((page) =>
+      [...page].sort((a, b) => b.score - a.score).map((section) => section.location)));
+  }
+  done(found);
+})();
+"""
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.slow
+def test_the_search_of_the_site_finds_the_answers(site: Path, tmp_path: Path) -> None:
+    """Among the first pages, and there among the first sections."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(site)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with browser(tmp_path) as driver:
+            driver.set_script_timeout(120)
+            driver.get(f"http://127.0.0.1:{server.server_port}/index.html")
+            found = driver.execute_async_script(ASK, [question.text for question in QUESTIONS])
+    finally:
+        server.shutdown()
+    missed = []
+    for question, pages in zip(QUESTIONS, found):
+        start = f"{'zh/' * question.chinese}{question.page}.html#{question.anchor}"
+        seen = [section for page in pages[:FIRST] for section in page[:FIRST]]
+        if not any(section.startswith(start) for section in seen):
+            missed.append(f"{question.text!r}: {start} is not among {seen}")
+    assert not missed
