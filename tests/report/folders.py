@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.train.test_overlap import step as profiled
 from weft.core import Action
 from weft.pipeline import Timeline, perfetto
 
@@ -141,6 +142,7 @@ def make_run(folder: Path, name: str = "mine", **files: str | None) -> Path:
                 "settings": {"model": {"build": "weft.models:decoder", "dim": 32}},
             }
         ),
+        "profile.json": json.dumps({"traceEvents": [*profiled(0, 0, 7), *profiled(1, 0, 7)]}),
         "trace.json": perfetto([("predicted", timeline(1.0)), ("measured", timeline(1.2))]),
     }
     made = folder / name

@@ -77,6 +77,7 @@ def test_it_opens_and_draws_every_chart(
         assert driver.execute_script("return document.images.length") == 0
         if name == "one":
             assert HOSTILE in body
+            assert ("与计算重叠的比例" if language == "zh-CN" else "54.5 %") in body
 
 
 def test_the_language_can_be_switched(pages: dict[str, Path], tmp_path: Path) -> None:

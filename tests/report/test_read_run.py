@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.report.folders import make_run
+from tests.train.test_overlap import message, step
 from weft.core import ConfigError
 from weft.report import read_run, run_page
 from weft.report.sections.memory import measured, predicted
+from weft.report.texts import number, text
 
 
 def sections(folder: Path) -> dict[str, list[dict]]:
@@ -62,6 +64,32 @@ def test_figures_are_those_of_the_folder(tmp_path: Path) -> None:
     assert tiles["summary.restarts"] == {"n": 1, "u": ""}
     changed = next(block for block in found["verify"] if block["kind"] == "note")
     assert "model.dim" in changed["text"]["p"]["keys"]
+
+
+def test_how_much_of_each_communication_is_beside_computing(tmp_path: Path) -> None:
+    """Of the last profiled step, by axis; without a profile nothing is said."""
+    events = [
+        *step(0, 0, 6),
+        *step(0, 20, 7),
+        *step(1, 20, 7),
+        *message(0, 90, 20, 22, over="tp"),  # all of it beside computing
+        *message(1, 90, 25, 26, over="tp"),  # none
+    ]
+    sent = {"cat": "communication", "name": "send over tp", "pid": 0, "id": "0.s"}
+    events += [sent | {"ph": "b", "ts": 20.5e6}, sent | {"ph": "e", "ts": 21.5e6}]
+    folder = make_run(tmp_path, profile=json.dumps({"traceEvents": events}))
+    bars, table = sections(folder)["traffic"][-2:]
+    assert bars["title"] == text("traffic.profile", step=number(7))
+    assert bars["groups"] == ["dp", "tp"]
+    assert [part["values"] for part in bars["parts"]] == [[3.0, 1.0], [2.5, 0.5]]
+    assert table["rows"] == [
+        ["all_reduce", "dp", number(2), number(5.5, "s"), number(3.0 / 5.5, "share")],
+        ["all_reduce", "tp", number(1), number(1.5, "s"), number(1.0 / 1.5, "share")],
+        ["send", "tp", number(1), number(0.5, "s"), number(1.0, "share")],
+        [text("traffic.all_kinds"), "tp", number(2), number(1.5, "s"), number(2 / 3, "share")],
+    ]
+    without = sections(make_run(tmp_path, "without", profile=None))["traffic"]
+    assert "traffic.profile" not in json.dumps(without)
 
 
 def test_the_parts_of_a_prediction_are_the_planners() -> None:
@@ -122,12 +150,17 @@ JUNK = [
     '{"layouts": [3, {"layout": 7}], "settings": 4}',
     '{"memory": {"weights": "many"}}',
     '{"traceEvents": [{"ph": "X", "pid": 1, "name": 3}]}',
+    '{"traceEvents": [{"ph": "X", "cat": "computes", "name": "step 1", "ts": 1e999, "dur": 1,'
+    ' "pid": 0}]}',
 ]
 
 
 @pytest.mark.parametrize("junk", JUNK)
 def test_a_file_with_anything_in_it_ends_no_report(tmp_path: Path, junk: str) -> None:
-    names = ("run", "plan", "metrics", "events", "ranks", "prediction", "verify", "trace")
+    names = (
+        *("run", "plan", "metrics", "events", "ranks", "prediction", "verify", "trace"),
+        "profile",
+    )
     for name in names:
         run_page([read_run(make_run(tmp_path, name, **{name: junk}))])
     both = run_page([read_run(tmp_path / "run"), read_run(tmp_path / "trace")])

@@ -30,6 +30,7 @@ from weft.core import (
     read_file,
 )
 from weft.pipeline import Timeline
+from weft.train import ProfiledStep, last_step
 
 from .texts import Value, text
 
@@ -42,8 +43,8 @@ Table = dict[str, Any]
 @dataclass
 class RunRecord:
     """What a run folder holds. `steps`: lines of logged steps, `validations`: those of validations;
-    `trace`: its predicted and its measured timeline; `comm_s`: (kind, axis) -> seconds of each
-    rank, of a profile. `problems`: files that could not be read."""
+    `trace`: its predicted and its measured timeline; `profiled`: the last step of its profile.
+    `problems`: files that could not be read."""
 
     name: str
     run_file: str = ""
@@ -56,7 +57,7 @@ class RunRecord:
     prediction: Table = field(default_factory=dict)
     verified: Table = field(default_factory=dict)
     trace: list[tuple[str, Timeline]] = field(default_factory=list)
-    comm_s: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
+    profiled: ProfiledStep | None = None
     problems: list[Value] = field(default_factory=list)
 
     def setting(self, *keys: str) -> Any:
@@ -124,7 +125,10 @@ def read_run(folder: Path) -> RunRecord:
         run.trace = [*timelines(json.loads(content)["traceEvents"])]
 
     def parse_profile(content: bytes) -> None:
-        run.comm_s = comm_seconds(json.loads(content)["traceEvents"])
+        step = last_step(json.loads(content)["traceEvents"])
+        if not math.isfinite(step.stop_s):
+            raise ValueError("has times that are not finite")
+        run.profiled = step
 
     read(RUN_FILE, parse_run_file)
     read(PLAN, parse_plan)
@@ -190,21 +194,3 @@ def timelines(events: list[Table]) -> Iterator[tuple[str, Timeline]]:
                 stop = start + float(event["dur"]) / 1e6
                 lanes.setdefault(int(event["tid"]) // 2, []).append((label, start, stop))
         yield str(name), Timeline.of(lanes[rank] for rank in sorted(lanes))
-
-
-def comm_seconds(events: list[Table]) -> dict[tuple[str, str], dict[int, float]]:
-    """(kind, axis) -> rank -> seconds of a profile in which it was under way."""
-    began: dict[tuple[int, str], tuple[str, float]] = {}
-    found: dict[tuple[str, str], dict[int, float]] = {}
-    for event in events:
-        if event.get("cat") != "communication" or " over " not in str(event.get("name")):
-            continue
-        place = int(event["pid"]), str(event.get("id"))
-        if event["ph"] == "b":
-            began[place] = event["name"], float(event["ts"])
-        elif event["ph"] == "e" and place in began:
-            name, start = began.pop(place)
-            kind, _, axis = name.partition(" over ")
-            of_rank = found.setdefault((kind, axis), {})
-            of_rank[place[0]] = of_rank.get(place[0], 0.0) + (float(event["ts"]) - start) / 1e6
-    return found

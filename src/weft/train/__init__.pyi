@@ -63,6 +63,7 @@ from .metrics import (
 from .named_callables import resolve_callable as resolve_callable
 from .overlap.profiled_step import (
     ProfiledStep as ProfiledStep,
+    last_step as last_step,
     own_tracks as own_tracks,
     read_profile as read_profile,
     tracks_json as tracks_json,

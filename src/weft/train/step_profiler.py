@@ -23,12 +23,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from weft.core import PROFILE, replace_file
 from weft.engine import COMM_PREFIX, CommLabels, Engine, Span
 
+from .overlap.profiled_step import COMPUTES, STAGES, STEP, TRACK, Event
+
 START, CLOCK = "weft: all ranks begin", "weft: clock"
 CLOCK_READS = 8
-STAGES, COMPUTES, TRACK = "stages", "computes", "communication"
-GLOO, OVER, STEP, OPERATOR = "gloo:", " over ", "step ", "aten::"
+GLOO, OVER, OPERATOR = "gloo:", " over ", "aten::"
 BETWEEN_US = 100.0  # between two operators, in Python, at most: a longer gap is a wait
-Event = dict[str, Any]
 ClockRead = tuple[float, float]  # `time.perf_counter` before and after an event CLOCK
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from weft.train import ProfiledStep
+
 from .. import blocks
 from ..read_run import RunRecord, as_number, numbers, points, tables
 from ..texts import Value, number, text
 
 EXPOSED = " exposed"  # the end of the name of a predicted wait
+OVER = " over "  # between the kind of a profiled communication and its axis
 
 
 def traffic(runs: Sequence[RunRecord]) -> blocks.Section | None:
@@ -48,8 +51,8 @@ def _blocks(run: RunRecord) -> Iterable[blocks.Block]:
         keys = ("kind", "axis", "count", "message_bytes", "sent")
         head = [text(f"traffic.{key}") for key in keys]
         yield blocks.table(head, rows, text("traffic.first_step"))
-    if run.comm_s:
-        yield from _profiled(run)
+    if run.profiled is not None:
+        yield from _profiled(run.profiled)
 
 
 def _by_axis(collectives: Iterable[dict[str, object]]) -> dict[str, float]:
@@ -94,12 +97,44 @@ def _waits(run: RunRecord) -> blocks.Block | None:
     return blocks.bars(text("traffic.seconds"), "s", groups, parts)
 
 
-def _profiled(run: RunRecord) -> Iterable[blocks.Block]:
-    """Seconds under way in the profiled steps: the mean and the most of ranks."""
-    names = [f"{kind} {axis}" for kind, axis in run.comm_s]
-    means = [sum(of.values()) / len(of) for of in run.comm_s.values()]
-    most = [max(of.values()) for of in run.comm_s.values()]
-    parts = [(text("traffic.mean"), means), (text("traffic.most"), most)]
-    chart = blocks.bars(text("traffic.profile"), "s", names, parts, stacked=False)
+def _profiled(step: ProfiledStep) -> Iterable[blocks.Block]:
+    """How long each axis and each kind of communication is under way, and how much of that runs
+    beside computing: means of the ranks."""
+    of_axis: dict[str, list[str]] = {}
+    for label in dict.fromkeys(label for rank in step.ranks for label in rank.comms):
+        of_axis.setdefault(label.partition(OVER)[2], []).append(label)
+    if not of_axis:
+        return
+    times = {axis: _times(step, labels) for axis, labels in of_axis.items()}
+    parts = [
+        (text("traffic.beside"), [hidden for _, hidden in times.values()]),
+        (text("traffic.exposed"), [took - hidden for took, hidden in times.values()]),
+    ]
+    number_of = number(step.number)
+    chart = blocks.bars(text("traffic.profile", step=number_of), "s", [*times], parts)
     if chart is not None:
         yield chart
+    rows = []
+    for axis, labels in of_axis.items():
+        kinds = [(label.partition(OVER)[0], [label]) for label in labels]
+        rows += [[kind, axis, *_figures(step, some)] for kind, some in kinds]
+        if len(kinds) > 1:
+            rows.append([text("traffic.all_kinds"), axis, *_figures(step, labels)])
+    keys = ("kind", "axis", "count", "under_way", "hidden_share")
+    head = [text(f"traffic.{key}") for key in keys]
+    yield blocks.table(head, rows, text("traffic.profile_table", step=number_of))
+
+
+def _times(step: ProfiledStep, labels: Sequence[str]) -> tuple[float, float]:
+    """Seconds under way, and seconds of these beside computing: means of the ranks."""
+    took = [rank.comm_s(*labels) for rank in step.ranks]
+    hidden = [rank.overlapped_s(*labels) for rank in step.ranks]
+    return sum(took) / len(took), sum(hidden) / len(hidden)
+
+
+def _figures(step: ProfiledStep, labels: Sequence[str]) -> list[Value]:
+    """How often on a rank at most, seconds under way, and the share beside computing."""
+    took, hidden = _times(step, labels)
+    count = max(sum(len(rank.comms.get(label, ())) for label in labels) for rank in step.ranks)
+    share = hidden / took if took else None
+    return [number(count), number(took, "s"), number(share, "share")]

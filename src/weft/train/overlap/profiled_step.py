@@ -15,8 +15,10 @@ from typing import Any
 
 from weft.core import ConfigError, read_file
 
-from ..step_profiler import COMPUTES, STAGES, STEP, TRACK, Event
+# Categories of events that weft adds to those of torch.profiler, and how a step is named.
+STAGES, COMPUTES, TRACK, STEP = "stages", "computes", "communication", "step "
 
+Event = dict[str, Any]
 Interval = tuple[float, float]  # from when to when, in seconds
 
 
@@ -29,13 +31,16 @@ class ProfiledRank:
     computing: tuple[Interval, ...]
     comms: dict[str, tuple[Interval, ...]]
 
-    def comm_s(self, label: str) -> float:
+    def comm_s(self, *labels: str) -> float:
         """Seconds in which some of this communication is under way."""
-        return total_s(union(self.comms[label]))
+        return total_s(self._under_way(labels))
 
-    def overlapped_s(self, label: str) -> float:
+    def overlapped_s(self, *labels: str) -> float:
         """Seconds in which it is, and the rank computes."""
-        return total_s(overlap(union(self.comms[label]), self.computing))
+        return total_s(overlap(self._under_way(labels), self.computing))
+
+    def _under_way(self, labels: Iterable[str]) -> tuple[Interval, ...]:
+        return union(span for label in labels for span in self.comms.get(label, ()))
 
     @cached_property
     def pieces(self) -> tuple[tuple[str, float, float], ...]:
@@ -79,7 +84,7 @@ class ProfiledStep:
 
 def read_profile(path: Path) -> ProfiledStep:
     """The last step of a profile that a run with `train.profile` wrote. Raises ConfigError."""
-    return _step_of(own_tracks(path))
+    return last_step(own_tracks(path))
 
 
 def own_tracks(path: Path) -> list[Event]:
@@ -94,7 +99,7 @@ def own_tracks(path: Path) -> list[Event]:
             or (event["ph"] == "X" and event["name"].startswith(STEP))
             or (event["ph"] == "M" and event.get("tid") in (None, STAGES, COMPUTES))
         ]
-        _step_of(found)
+        last_step(found)
     except OSError as error:
         raise ConfigError("--profile", str(path), f"cannot be read ({error})", fix) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -113,7 +118,7 @@ def tracks_json(events: Iterable[Event]) -> str:
     return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'
 
 
-def _step_of(events: list[Event]) -> ProfiledStep:
+def last_step(events: list[Event]) -> ProfiledStep:
     """The last step. Raises ValueError, KeyError or TypeError for what is no profile."""
     steps = [e for e in events if e["ph"] == "X" and str(e["name"]).startswith(STEP)]
     if not any(event.get("cat") == COMPUTES for event in events) or not steps:
