@@ -7,7 +7,7 @@ A fenced block whose lines begin with a program (`weft`, `python`, ...) is a lis
 block with `$ `, the lines after a command are what it prints; else the next block is, if it follows
 at once. It may show a part of that; a line `...` stands for lines between. A comment
 `# exit code 2` says how a command ends. A block of code that begins with `# NAME.py` or
-`# NAME.toml` is that file.
+`# NAME.toml` is that file. Another block of Python on a page of systems/ is a script, which is run.
 
 A page's commands run one after the other in one folder, which has the examples, the page's files,
 and a small run file in the place of the reader's own `run.toml`. tests/docs/test_pages.py runs all
@@ -63,16 +63,18 @@ NOT_RUN = {
     r" --nodes \S+ --rdzv ": "needs several hosts",
     r"^weft launch ray ": "needs Ray",
     r" --folder /data": "needs a folder at the root",
+    r"^python tensorflow_0\.py": "needs TensorFlow",
     r" models/": "needs a model from a hub",
 }
 # Commands whose output a page shows as it was once, and why.
 NOT_SHOWN = {
     r"^weft doctor": "tells facts of one machine, and its address",
     r"\brun\.toml": "is about the reader's own run",
+    r"^python start_up_1\.py": "tells what this torch is built with",
 }
 # The same output each time, but for the seconds that a search takes; the same but for numbers, and
 # for what rounding is largest in. Of other commands, the speed of a machine is in the output.
-EXACT = r"^weft (plan|simulate|draw) "
+EXACT = r"^weft (plan|simulate|draw) |^python \w+_\d+\.py"
 ALIKE = r"^weft (verify|checkpoint) "
 
 # What makes a training of examples/ small, of keys that its run file has and the command does not
@@ -148,6 +150,10 @@ def read(page: Path) -> list[Command | NamedFile]:
         commands = block_commands(token.content, start) if token.info in ("", "console") else []
         if token.info in ("python", "toml", "json") and name:
             found.append(NamedFile(name[1], token.content))
+        elif token.info == "python" and page.parent.name == "systems":
+            script = f"{page.name.partition('.')[0]}_{len(found)}.py"
+            commands = [Command(f"python {script}")]
+            found.append(NamedFile(script, token.content))
         elif not commands and before and token.info in ("", "text"):
             before.output = (start, end)
         for command in commands:  # `weft simulate ...` goes on as the page's last `weft simulate`

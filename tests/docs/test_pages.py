@@ -16,7 +16,7 @@ refresh = load_script("refresh")
 # --pages.
 FIRST = ("README.md", "docs/start.md", "docs/tutorial.md")
 # to draw a profile takes the run before it
-QUICK = r"^weft (plan|draw(?! --profile)|launch slurm|launch kubernetes) "
+QUICK = r"^weft (plan|draw(?! --profile)|launch slurm|launch kubernetes) |^python \w+_\d+\.py"
 ALL = sorted({ROOT / "README.md", *(ROOT / "docs").rglob("*.md")})
 PAGES = [page for page in ALL if not page.name.endswith((".zh.md", ".zh-CN.md"))]
 
