@@ -74,8 +74,8 @@ NOT_SHOWN = {
 }
 # The same output each time, but for the seconds that a search takes; the same but for numbers, and
 # for what rounding is largest in. Of other commands, the speed of a machine is in the output.
-EXACT = r"^weft (plan|simulate|draw) |^python \w+_\d+\.py"
-ALIKE = r"^weft (verify|checkpoint) "
+EXACT = r"^weft (plan|simulate|draw) "
+ALIKE = r"^weft (verify|checkpoint) |^python \w+_\d+\.py"
 
 # What makes a training of examples/ small, of keys that its run file has and the command does not
 # set; and options of scripts.
