@@ -198,6 +198,9 @@ def framework(row: Row) -> tuple[str, PrecisionPolicy]:
             reduce_bytes=2,
             added_bytes=6,
             overlaps=True,
+            sums_whole=True,
+            whole_bytes=12,
+            awaits_weights=True,
             step_bytes=14,
             update_bytes=108,
         )
@@ -223,6 +226,7 @@ def framework(row: Row) -> tuple[str, PrecisionPolicy]:
             state_bytes=12,
             logit_bytes=8,
             messages=9,
+            awaits_weights=True,
             keeps_sent=True,
         )
     if "nemo" in name or "bridge" in name:
@@ -260,6 +264,7 @@ def framework(row: Row) -> tuple[str, PrecisionPolicy]:
         added_bytes=added,
         scatters=True,
         keeps_sent=True,
+        overlaps="DDP-impl=torch" in (row.get("notes") or ""),
     )
     if "aa-scaling" in name:
         # gradients are summed in bf16; the head gives all logits to each rank, whose loss is
@@ -267,7 +272,9 @@ def framework(row: Row) -> tuple[str, PrecisionPolicy]:
         return "megatron", replace(
             plain,
             grad_bytes=2,
-            reduce_bytes=2,
+            reduce_bytes=4,
+            sums_whole=True,
+            whole_bytes=34,
             added_bytes=6,
             scatters=False,
             gathers_logits=True,
@@ -276,6 +283,8 @@ def framework(row: Row) -> tuple[str, PrecisionPolicy]:
     if "deepspeed" in name or "neox" in name:
         # its engine reduces gradients in buckets of 5e8, of float32 under bf16
         plain = replace(plain, grad_bytes=2 if fp16 else 4, bucket_bytes=5e8 * (2 if fp16 else 4))
+        if not fp16:  # its BF16_Optimizer all-reduces float32
+            plain = replace(plain, sums_whole=True, whole_bytes=24)
         if row.get(
             "framework"
         ):  # its optimizers copy their part of gradients in float32, in bf16 all that they sum

@@ -205,8 +205,13 @@ def score(found: Sequence[Predicted]) -> dict[str, Any]:
 
 
 def _spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    ranks = [np.argsort(np.argsort(values)).astype(float) for values in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    return float(np.corrcoef(_ranks(a), _ranks(b))[0, 1])
+
+
+def _ranks(values: Sequence[float]) -> np.ndarray:
+    """Equal values share the mean of their ranks."""
+    _, places, counts = np.unique(np.round(values, 9), return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[places]
 
 
 def write(found: Sequence[Predicted], path: Path) -> None:

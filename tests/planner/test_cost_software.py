@@ -138,6 +138,50 @@ def test_a_step_of_the_optimizer_stands_in_place_of_activations() -> None:
     assert sharded["update"] == pytest.approx(1e3 * params / 8 - gone)
 
 
+# ---- sums of whole gradients ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["fsdp8+zero1", "dp2.fsdp4+zero1"])
+def test_zero1_may_sum_whole_gradients(layout: str) -> None:
+    """As one all-reduce over all that have other samples, and the gather stays."""
+    policy = replace(POLICY, overlaps=False)
+    found = priced(layout, replace(policy, sums_whole=True))
+    parts, plain = time(found), time(priced("dp8", policy))
+    assert parts["dp exposed"] == pytest.approx(plain["dp exposed"])
+    assert parts["fsdp reduce exposed"] == 0
+    shards = time(priced(layout, policy))
+    assert parts["fsdp gather exposed"] == shards["fsdp gather exposed"] > 0
+    params = transformer_work(DIMS).params
+    wire = 7 / 8 * 2 * params * policy.reduce_bytes
+    size = {"fsdp8+zero1": 8, "dp2.fsdp4+zero1": 4}[layout]
+    gathered = (size - 1) / size * params * policy.gather_bytes
+    assert sum(found.traffic.values()) == pytest.approx(wire + gathered)
+
+
+@pytest.mark.parametrize("layout", ["fsdp8+zero2", "fsdp8", "dp8"])
+def test_only_zero1_sums_whole_gradients_beside_shards(layout: str) -> None:
+    every = replace(POLICY, sums_whole=True, whole_bytes=34)
+    assert priced(layout, every).step_s == priced(layout).step_s
+
+
+def test_casts_of_whole_gradients_are_read_and_written() -> None:
+    policy = replace(POLICY, overlaps=False, sums_whole=True)
+    few, many = (
+        time(priced("fsdp8+zero1", replace(policy, whole_bytes=n)))["dp exposed"] for n in (0, 34)
+    )
+    rate = CLUSTER.hardware.device.memory_bps * CLUSTER.hardware.era("megatron").memory
+    assert many - few == pytest.approx(34 * transformer_work(DIMS).params / rate)
+
+
+def test_a_step_that_awaits_weights_hides_no_gather() -> None:
+    hidden, awaited = (
+        time(priced("fsdp8+zero1", replace(POLICY, awaits_weights=awaits)))["fsdp gather exposed"]
+        for awaits in (False, True)
+    )
+    alone = time(priced("fsdp8+zero1", replace(POLICY, overlaps=False)))["fsdp gather exposed"]
+    assert hidden < awaited == alone
+
+
 # ---- fits ----------------------------------------------------------------------------------------
 
 

@@ -316,6 +316,7 @@ def test_what_software_does_op_by_op(rows: Any) -> None:
     found = rows.case(mine).setting
     assert found.eager == ("norms", "elementwise", "softmax", "loss")
     assert found.practice.gathers_logits and not found.practice.scatters
+    assert found.practice.sums_whole and found.practice.reduce_bytes == 4
     first = {**mine, "attn_kernel": "flash_attentionv1.0.8", "notes": "RMS kernel=Y"}
     found = rows.case(first).setting
     assert found.eager == ("elementwise", "loss")
@@ -331,6 +332,15 @@ def test_internevo_is_one_software_at_each_level_of_zero(rows: Any, level: str) 
     row = text({**GPT, "dtype": "bf16", "framework": "InternEvo", "zero_stage": level})
     found = rows.case(row).setting
     assert (found.era, found.practice.step_bytes, found.practice.overlaps) == ("megatron", 14, True)
+    assert found.practice.sums_whole and found.practice.awaits_weights
+
+
+def test_torchs_ddp_overlaps_and_deepspeed_sums_bf16_whole(rows: Any) -> None:
+    base = {**GPT, "dtype": "bf16", "framework": "Megatron-LM"}
+    others = ({}, {"notes": "DDP-impl=torch"}, {"framework": "Megatron-DeepSpeed"})
+    found = [rows.case(text({**base, **other})).setting.practice for other in others]
+    assert [one.overlaps for one in found] == [False, True, False]
+    assert [one.sums_whole for one in found] == [False, False, True]
 
 
 def test_links_of_a_row(rows: Any) -> None:
@@ -458,6 +468,12 @@ def test_what_is_known_of_a_source_that_nobody_fitted(rows: Any) -> None:
     assert unseen.best(here) < unseen.best(fit.FITS["a100-eager"])
     # attention on H100 is that of FlashAttention-2, and cuDNN's under Megatron-Core
     assert here.start.attention < fit.FITS["h100-core"].start.attention
+
+
+def test_equal_steps_share_their_rank(rows: Any) -> None:
+    run = importlib.import_module("run")
+    assert run._ranks([3.0, 1.0, 1.0, 2.0]).tolist() == [4.0, 1.5, 1.5, 3.0]
+    assert run._spearman([1, 1, 2], [5, 6, 7]) == run._spearman([1, 1, 2], [6, 5, 7]) < 1
 
 
 def test_a_fit_writes_what_an_era_has_beyond_the_one_that_it_is_like(

@@ -47,6 +47,8 @@ def gradient_parts(at: CostInputs, slow: BlockSeconds) -> tuple[list[CostPart], 
     back, forth = slow.backward + slow.weight + slow.again, slow.forward
     sharded, zero3 = c.state_ranks > 1, (c.state_ranks > 1) & (c.zero >= 3)
     every = np.where(sharded & (c.zero >= 2), m, 1)
+    whole = sharded & (c.zero < 2) & practice.sums_whole
+    scattered = sharded & ~whole  # sums leave each rank its shard
 
     # gathers, and sums that leave each rank its shard: over fsdp, or as Megatron-LM also over
     # ranks of a sequence
@@ -62,7 +64,9 @@ def gradient_parts(at: CostInputs, slow: BlockSeconds) -> tuple[list[CostPart], 
     wire = (inner.size - 1) / inner.size
     sizes = at.work.units
     units = 1 + practice.messages * sizes.each * at.stages[0].layers * at.work.depth
-    scatter = np.where(sharded, net.gather_s(gradients * item, inner, "reduce_scatter", units), 0.0)
+    scatter = np.where(
+        scattered, net.gather_s(gradients * item, inner, "reduce_scatter", units), 0.0
+    )
     gathered = np.where(sharded, net.gather_s(weights * gather_bytes, inner, count=units), 0.0)
     # what is no repeated block is gathered once for a microbatch's forward and backward, in a
     # pipeline once a step
@@ -70,15 +74,15 @@ def gradient_parts(at: CostInputs, slow: BlockSeconds) -> tuple[list[CostPart], 
     reduces = every * graded_again + np.minimum(every, once) * (1 - graded_again)
     gathers = np.where(zero3, 2 * m * again + once * (1 - again), 1)
     at.traffic[STATE_AXES[0]] = wire * (
-        gradients * reduces * item + weights * gathers * gather_bytes
+        gradients * np.where(whole, 0, reduces) * item + weights * gathers * gather_bytes
     )
 
     # what is left to sum: all of it or the shard, over the other axes whose ranks have other
     # tokens
     joint, alone = at.sync is None or at.sync.plain, net.group(c)
-    apart = sharded | (not joint)  # over dp by itself
+    apart = scattered | (not joint)  # over dp by itself
     second = np.where(c.stage_ranks > 1, tied_params(at.stages[0], at.work, c), 0.0)
-    parted = np.where(apart, plain, plain - second) / inner.size
+    parted = np.where(apart, plain, plain - second) / np.where(whole, 1.0, inner.size)
     others = net.group(c, *EXPERT_AXES, *SEQUENCE_AXES)
     if wide.any():
         others = choose_group(wide, net.group(c, *EXPERT_AXES), others)
@@ -86,12 +90,18 @@ def gradient_parts(at: CostInputs, slow: BlockSeconds) -> tuple[list[CostPart], 
         others = choose_group(
             sharded, others, net.group(c, REPLICA_AXIS, *EXPERT_AXES, *SEQUENCE_AXES)
         )
+        if whole.any():
+            everyone = net.group(c, REPLICA_AXIS, *STATE_AXES, *EXPERT_AXES, *SEQUENCE_AXES)
+            others = choose_group(whole, everyone, others)
     sums = sync_cost(net, others, parted, item, None)
     at.sent_over((*EXPERT_AXES, *SEQUENCE_AXES), np.where(apart, sums.sent_bytes, 0.0))
     at.sent_over(
-        (REPLICA_AXIS, *EXPERT_AXES, *SEQUENCE_AXES), np.where(apart, 0.0, sums.sent_bytes)
+        (REPLICA_AXIS, *STATE_AXES, *EXPERT_AXES, *SEQUENCE_AXES),
+        np.where(apart, 0.0, sums.sent_bytes),
     )
-    waits, exchanged = sums.seconds, zero
+    rate = at.cluster.hardware.device.memory_bps * at.era.memory
+    waits = sums.seconds + np.where(whole, plain * practice.whole_bytes / rate, 0.0)
+    exchanged = zero
     if apart.any():
         sums = sync_cost(
             net, choose_group(apart, net.group(c, REPLICA_AXIS), alone), parted, item, at.sync
@@ -126,7 +136,8 @@ def gradient_parts(at: CostInputs, slow: BlockSeconds) -> tuple[list[CostPart], 
     part(TimePart.GRADIENTS, waits, back, 1)
     if sharded.any():
         part(TimePart.FSDP_REDUCE, scatter, back, every)
-        part(TimePart.FSDP_GATHER, np.where(zero3, 0.0, gathered), np.where(zero3, 0.0, forth), 1)
+        hides = zero if practice.awaits_weights else np.where(zero3, 0.0, forth)
+        part(TimePart.FSDP_GATHER, np.where(zero3, 0.0, gathered), hides, 1)
         if zero3.any():
             first = min(1.0, max(sizes.largest / max(1, at.work.depth), sizes.left))
             part(

@@ -30,9 +30,12 @@ class PrecisionPolicy:
     gathered, or its gradients reduced; `ahead`: units that are gathered beside the one that runs.
     `overlaps`: whether sums of gradients over data axes run beside backward; `sends_beside`:
     whether what the chunks of an interleaved pipeline send runs beside compute, as Megatron-Core
-    overlaps it. `keeps_sent`: whether a stage keeps what it sent until the gradient comes, which
-    Megatron-Core does not. `scatters`: whether ranks of tp send a part each of what goes to the
-    next stage, and gather it there (Narayanan et al. 2021).
+    overlaps it. `sums_whole`: whether ZeRO 1 sums whole gradients on each rank, which then updates
+    its shard; `whole_bytes` of a gradient that flat buckets, casts and norms read and write for
+    that. `awaits_weights`: whether a step ends when all updated shards are gathered, so that no
+    forward hides it. `keeps_sent`: whether a stage keeps what it sent until the gradient comes,
+    which Megatron-Core does not. `scatters`: whether ranks of tp send a part each of what goes to
+    the next stage, and gather it there (Narayanan et al. 2021).
     `step_bytes` that a step of the optimizer needs for a moment beside what rests, when activations
     are gone. `start_bytes` of a weight that is whole for a moment before the first step; 0: nobody
     asks what the start holds.
@@ -68,6 +71,9 @@ class PrecisionPolicy:
     ahead: float = 1.0
     overlaps: bool = True
     sends_beside: bool = False
+    sums_whole: bool = False
+    whole_bytes: float = 0.0
+    awaits_weights: bool = False
     keeps_sent: bool = False
     scatters: bool = False
     step_bytes: float = 0.0
