@@ -9,7 +9,7 @@ from weft.core import OFF, PrecisionConfig, RunConfig, SyncConfig, text_table, t
 
 from .difference import BOUNDS
 from .training_check import TrainingResult, rate_text
-from .verified_settings import deep_sync, exact_sync, is_asynchronous
+from .verified_settings import deep_precision, deep_sync, exact_sync, is_asynchronous
 
 CHECKED, DEEP, NOT = "checked", "with --deep", "not checked"
 
@@ -84,6 +84,10 @@ def coverage(
     else:
         rows.append(Covered(deep, f"saving; resuming on the same layout and on others{short}"))
     name = _name(run.precision)
+    if name == "float8":
+        rows.append(Covered(NOT, "resuming in float8, which needs GPUs"))
+    elif deep_precision(run.precision) is not None and not is_asynchronous(by_deep):
+        rows.append(Covered(deep, f"resuming bit for bit in {name}, on the same layout"))
     if name != _name(precision):
         how = f": with --precision {name}" if name in BOUNDS else ""
         rows.append(Covered(NOT, f"rounding in {name}, which the run computes in{how}"))

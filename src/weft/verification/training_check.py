@@ -8,13 +8,13 @@ its last checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from weft.checkpoint import CHECKPOINTS, checkpoint_path
-from weft.core import REPLICA_AXIS, ConfigError, Plan, RunConfig
+from weft.core import REPLICA_AXIS, ConfigError, Plan, PrecisionConfig, RunConfig
 from weft.engine import Loss
 from weft.launch import ScratchFolder
 from weft.train import build_lr_factor, build_sync, on_own_layout, tried_steps
@@ -77,6 +77,7 @@ def verify_training(
     metrics: Mapping[str, Loss],
     layouts: Sequence[str],
     done: Callable[[TrainingResult], None],
+    precision: PrecisionConfig | None = None,
 ) -> list[TrainingResult]:
     """Hold training under each layout to one device's.
 
@@ -87,6 +88,7 @@ def verify_training(
         metrics: that it measures beside the loss, by name.
         layouts: the layouts.
         done: gets each result when it is there.
+        precision: in which a run is held to its own resuming, too; None: in none.
     """
     given, results = (run, case, validation, metrics), list[TrainingResult]()
     plain = define_training(*given)
@@ -100,6 +102,8 @@ def verify_training(
             for another in defined[1:]:
                 proofs += training_proofs(another, layout, here / "rollback")
             proofs += other_layout_proofs(defined[0], layout, here, alone)
+            if precision is not None and defined[0].in_order is None:
+                proofs.append(precision_proof(defined[0], layout, here / "own", precision))
             steps = f"{plain[0].run.train.steps} steps"
             proofs.insert(1, defined_proof(steps, on_one, plain[0].trajectory, note="on dp1: "))
             happened = {proof.happened for proof in proofs} - {""}
@@ -188,6 +192,23 @@ def other_layout_proofs(
         return []
     train_in(there, folder / "apart")
     return _resumed(defined, layout, each_alone, folder / "whole", folder / "apart")
+
+
+def precision_proof(
+    defined: TrainingDefinition, layout: str, folder: Path, precision: PrecisionConfig
+) -> Proof:
+    """That a run in this precision goes on from its checkpoint as if it had not ended. What it
+    computes is held to no definition, and whether it would take steps back is not known."""
+    train = defined.run.train.model_copy(update={"rollback": None})
+    update = {"precision": precision, "train": train}
+    run = on_own_layout(defined.run.model_copy(update=update), layout)
+    what = f"in {precision.compute}"
+    whole = train_in(run, folder / "whole")
+    if isinstance(whole, str):
+        return Proof(what, whole, equal=False)
+    again = train_in(run, folder / "again", folder / "whole")
+    found = same_proof(what, again, whole, defined.step)
+    return replace(found, shown=f"resumed at {defined.step}: {found.shown}")
 
 
 def _resumed(

@@ -51,6 +51,13 @@ def deep_sync(sync: SyncConfig) -> SyncConfig:
     return SyncConfig(name=sync.name, codec="identity", **{**sync.arguments, **changed})
 
 
+def deep_precision(trained: PrecisionConfig) -> PrecisionConfig | None:
+    """In which `--deep` holds a run to its own resuming beside float64. None: the run computes in
+    float64, or in float8, which needs GPUs."""
+    alone = trained.compute == "fp64" or trained.float8 != OFF
+    return None if alone else trained
+
+
 def is_asynchronous(sync: SyncConfig) -> bool:
     """Whether servers take gradients as they arrive."""
     return make_sync(sync.name, sync.codec, **sync.arguments).asynchronous
