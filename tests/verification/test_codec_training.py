@@ -22,25 +22,26 @@ from weft.verification.training_check import (
 from weft.verification.training_definition import TrainingDefinition, define_training
 from weft.verification.verify_run import deep_case
 
+WITHOUT_SKIP = TRAINED.replace("skip = 5.0\n", "")  # codecs that keep a residual refuse it
 DGC = '{ name = "dgc", density = 0.1, clip = 0.5, warmup = 12 }'
 
 
-def load(folder: Path, codec: str, text: str = TRAINED, **beside: str) -> RunConfig:
+def load(folder: Path, codec: str, text: str = WITHOUT_SKIP, **beside: str) -> RunConfig:
     path = folder / "run.toml"
     path.write_text(f"{text}[sync]\ncodec = {codec}\n")
     return load_run(path, {f"train.{key}": value for key, value in beside.items()})
 
 
 @pytest.fixture(scope="module")
-def int8(tmp_path_factory: pytest.TempPathFactory) -> list[TrainingDefinition]:
-    """One that leaves a step out, and one that takes steps back."""
+def int8(tmp_path_factory: pytest.TempPathFactory) -> TrainingDefinition:
+    """Steps are taken back in it."""
     run = load(tmp_path_factory.mktemp("run"), '"int8"', rollback="3.0")
-    return define_training(*deep_case(run), "dp2")
+    return define_training(*deep_case(run), "dp2")[0]
 
 
 @pytest.fixture(scope="module")
 def dgc(tmp_path_factory: pytest.TempPathFactory) -> TrainingDefinition:
-    text = TRAINED.replace("adamw", "sgd")
+    text = WITHOUT_SKIP.replace("adamw", "sgd")
     return define_training(*deep_case(load(tmp_path_factory.mktemp("run"), DGC, text)), "dp2")[0]
 
 
@@ -49,15 +50,14 @@ def all_proofs(defined: TrainingDefinition, layout: str, folder: Path) -> list[P
     return proofs + other_layout_proofs(defined, layout, folder, folder / "unused")
 
 
-def test_a_codec_trains_as_defined(int8: list[TrainingDefinition], tmp_path: Path) -> None:
-    for number, defined in enumerate(int8):
-        proofs = all_proofs(defined, "dp2", tmp_path / str(number))
-        assert all(proof.equal for proof in proofs), proofs
-        shown = [proof.shown.split(": ")[0] for proof in proofs[-3:]]
-        assert shown == ["bit for bit", "on dp1", "from dp1"]
-        (codec,) = [proof.shown for proof in proofs if proof.what == "codec"]
-        assert codec.startswith("int8 (feedback True, bits 8, size 128")
-    assert [run.trajectory.happened for run in int8] == [{"clip", "skip"}, {"clip", "rollback"}]
+def test_a_codec_trains_as_defined(int8: TrainingDefinition, tmp_path: Path) -> None:
+    proofs = all_proofs(int8, "dp2", tmp_path)
+    assert all(proof.equal for proof in proofs), proofs
+    shown = [proof.shown.split(": ")[0] for proof in proofs[-3:]]
+    assert shown == ["bit for bit", "on dp1", "from dp1"]
+    (codec,) = [proof.shown for proof in proofs if proof.what == "codec"]
+    assert codec.startswith("int8 (feedback True, bits 8, size 128")
+    assert int8.trajectory.happened == {"clip", "rollback"}
 
 
 OTHERS = {
@@ -95,24 +95,16 @@ UPDATE, LOOP, STATE = (
     "weft.engine.checkpoint_state",
 )
 FORGET = '[s["residual"].zero_() for s in {}.reducer.exchange.states]'
-SKIPPED = "return StepResult(result.loss, weight, norm, skipped=True)"
 TAKEN_BACK = "fill_engine(self.average or self.engine, folder, kept)"
-MUTANTS: dict[str, tuple[tuple[str, str, str, str], int, str]] = {
-    # name: change, in which run, which proof sees it
+MUTANTS: dict[str, tuple[tuple[str, str, str, str], str]] = {
+    # name: change, a proof that sees it
     "what is kept is not saved": (
         (STATE, "CheckpointState.tensors", "in self.codec_tensors():", "in ():"),
-        0,
         "resumed",
     ),
     "what is kept is not loaded": (
         (STATE, "CheckpointState.tensors", "if saved is None or name in saved:", "if not saved:"),
-        0,
         "resumed",
-    ),
-    "what is kept is forgotten when a step is left out": (
-        (UPDATE, "GradUpdate.__call__", SKIPPED, f"{FORGET.format('self')}; {SKIPPED}"),
-        0,
-        "28 steps",
     ),
     "what is kept is forgotten when steps are taken back": (
         (
@@ -121,7 +113,6 @@ MUTANTS: dict[str, tuple[tuple[str, str, str, str], int, str]] = {
             TAKEN_BACK,
             f"{TAKEN_BACK}; {FORGET.format('self.engine._update')}",
         ),
-        1,
         "28 steps",
     ),
     "feedback is never sent": (
@@ -131,7 +122,6 @@ MUTANTS: dict[str, tuple[tuple[str, str, str, str], int, str]] = {
             'x.add_(state["residual"])',
             'x.add_(state["residual"] * bool(state["residual"].norm() > 1e9))',
         ),
-        0,
         "28 steps",
     ),
 }
@@ -139,12 +129,12 @@ MUTANTS: dict[str, tuple[tuple[str, str, str, str], int, str]] = {
 
 @pytest.mark.grid(2, ci=3)
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_fault_is_seen(int8: list[TrainingDefinition], tmp_path: Path, name: str) -> None:
-    change, number, sees = MUTANTS[name]
+def test_a_fault_is_seen(int8: TrainingDefinition, tmp_path: Path, name: str) -> None:
+    change, sees = MUTANTS[name]
     with mutated(Mutant(*change)):
-        proofs = training_proofs(int8[number], "dp2", tmp_path)
+        proofs = training_proofs(int8, "dp2", tmp_path)
     wrong = [proof for proof in proofs if not proof.equal]
-    assert wrong and wrong[0].what.startswith(sees), proofs
+    assert any(proof.what.startswith(sees) for proof in wrong), proofs
     assert not any("Error" in proof.shown for proof in wrong), wrong
 
 
