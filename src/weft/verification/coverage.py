@@ -87,7 +87,7 @@ def coverage(
     if name == "float8":
         rows.append(Covered(NOT, "resuming in float8, which needs GPUs"))
     elif deep_precision(run.precision) is not None and not is_asynchronous(by_deep):
-        rows.append(Covered(deep, f"resuming bit for bit in {name}, on the same layout"))
+        rows.append(Covered(deep, f"resuming bit for bit in {name}, on the same layout{short}"))
     if name != _name(precision):
         how = f": with --precision {name}" if name in BOUNDS else ""
         rows.append(Covered(NOT, f"rounding in {name}, which the run computes in{how}"))
