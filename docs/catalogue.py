@@ -88,7 +88,7 @@ TEXTS = {"_KINDS": False, "NAMES": True}  # constants of texts; whether one word
 # Functions all of whose texts are lines of a table; two spaces part its columns.
 TABLES = {
     "verification/report.py": ["result_table", "_told"],
-    "verification/coverage.py": ["coverage"],
+    "verification/coverage.py": ["coverage", "_training_with_codec"],
     "verification/training_check.py": ["rate_text", "text"],
     "launch/doctor/report.py": ["verdict", "_ranks", "_precision", "_checkpoints"],
     "train/run_summary.py": ["run_header", "run_summary"],

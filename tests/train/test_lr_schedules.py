@@ -13,7 +13,8 @@ from weft.core import ConfigError, load_run
 from weft.core.run_config import RunConfig
 from weft.train import build, run_checks
 from weft.train.trainer import train
-from weft.verification.training_check import rate_faults, rate_text, short_run
+from weft.verification.training_check import rate_faults, rate_text
+from weft.verification.training_definition import short_run
 
 RUN = """
 [model]

@@ -12,12 +12,8 @@ from tests.run_files import TRAINED
 from weft.core import load_run
 from weft.core.run_config import PrecisionConfig, RunConfig
 from weft.verification.coverage import coverage
-from weft.verification.training_check import (
-    TrainingDefinition,
-    define_training,
-    other_layout_proofs,
-    training_proofs,
-)
+from weft.verification.training_check import other_layout_proofs, training_proofs
+from weft.verification.training_definition import TrainingDefinition, define_training
 from weft.verification.verified_settings import deep_sync
 from weft.verification.verify_run import deep_case
 

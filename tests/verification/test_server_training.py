@@ -11,13 +11,9 @@ from tests.mutants import Mutant, mutated
 from tests.run_files import TRAINED
 from weft.core import ConfigError, load_run
 from weft.core.run_config import RunConfig
-from weft.verification.training_check import (
-    Proof,
-    TrainingDefinition,
-    check_deep,
-    define_training,
-    training_proofs,
-)
+from weft.verification.run_proofs import Proof
+from weft.verification.training_check import check_deep, training_proofs
+from weft.verification.training_definition import TrainingDefinition, define_training
 from weft.verification.verify_run import deep_case
 
 SERVERS = """

@@ -11,7 +11,8 @@ from torch import Tensor
 from tests.mutants import Mutant, mutated
 from weft.core import load_run
 from weft.losses import positionwise
-from weft.verification.training_check import TrainingDefinition, define_training, training_proofs
+from weft.verification.training_check import training_proofs
+from weft.verification.training_definition import TrainingDefinition, define_training
 from weft.verification.verify_run import deep_case
 
 RUN = """

@@ -11,12 +11,8 @@ from torch import Tensor
 from tests.mutants import Mutant, mutated
 from tests.run_files import TRAINED
 from weft.core import load_run
-from weft.verification.training_check import (
-    TrainingDefinition,
-    define_training,
-    other_layout_proofs,
-    training_proofs,
-)
+from weft.verification.training_check import other_layout_proofs, training_proofs
+from weft.verification.training_definition import TrainingDefinition, define_training
 from weft.verification.verify_run import deep_case
 
 BESIDE = {"train.min_lr_ratio": "0.1", "train.rollback": "3.0"}

@@ -180,6 +180,9 @@ class GradUpdate:
         """What a checkpoint holds of this beside tensors."""
         scale = self.loss_scale
         found = {"loss_scale": scale.value, "good_steps": scale.good_steps}
+        exchange = self.reducer.exchange
+        if exchange is not None and exchange.scale is not None:
+            found["exchange_scale"] = float(exchange.scale)
         return found | {"norms": [*self.norm_filter.recent]}
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> None:
@@ -187,6 +190,10 @@ class GradUpdate:
         scale = self.loss_scale
         scale.value, scale.good_steps = float(scalars["loss_scale"]), int(scalars["good_steps"])
         self.norm_filter.restore(scalars.get("norms", ()))
+        if self.reducer.exchange is not None:
+            kept = scalars.get("exchange_scale")
+            as_kept = None if kept is None else torch.tensor(kept, dtype=torch.float64)
+            self.reducer.exchange.scale = as_kept
 
     def _is_outlier(self, norm: Tensor | None) -> bool:
         return norm is not None and self.norm_filter.reject(float(norm)) is not None

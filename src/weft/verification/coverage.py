@@ -9,7 +9,7 @@ from weft.core import OFF, PrecisionConfig, RunConfig, SyncConfig, text_table, t
 
 from .difference import BOUNDS
 from .training_check import TrainingResult, rate_text
-from .verified_settings import deep_sync, exact_sync, is_asynchronous
+from .verified_settings import deep_precision, deep_sync, exact_sync, is_asynchronous
 
 CHECKED, DEEP, NOT = "checked", "with --deep", "not checked"
 
@@ -84,6 +84,10 @@ def coverage(
     else:
         rows.append(Covered(deep, f"saving; resuming on the same layout and on others{short}"))
     name = _name(run.precision)
+    if name == "float8":
+        rows.append(Covered(NOT, "resuming in float8, which needs GPUs"))
+    elif deep_precision(run.precision) is not None and not is_asynchronous(by_deep):
+        rows.append(Covered(deep, f"resuming bit for bit in {name}, on the same layout{short}"))
     if name != _name(precision):
         how = f": with --precision {name}" if name in BOUNDS else ""
         rows.append(Covered(NOT, f"rounding in {name}, which the run computes in{how}"))
@@ -92,13 +96,35 @@ def coverage(
     elif run.sync != exact:
         by = f"[sync] {run.sync.name}, {run.sync.codec}"
         rows.append(Covered(CHECKED, f"{by}: by its own definition"))
-        if trained and (by_deep.name, by_deep.codec) != (run.sync.name, run.sync.codec):
-            instead = f"{by_deep.name}, {by_deep.codec}"
-            rows.append(Covered(NOT, f"training with {by}: --deep trains with {instead}"))
+        rows += _training_with_codec(run.sync, by_deep, deep, trained)
     for key in ("async_tp", "offload_activations"):
         if getattr(t, key):
             rows.append(Covered(NOT, f"train.{key}, which needs GPUs"))
     return [*rows, Covered(NOT, "speed and memory")]
+
+
+def _training_with_codec(
+    asked: SyncConfig, by_deep: SyncConfig, deep: str, trained: Sequence[TrainingResult]
+) -> list[Covered]:
+    """Whether training with a codec is proven, and saving what it keeps."""
+    codec = _codec_of(asked)
+    if codec == "identity":
+        return []
+    if by_deep.codec != asked.codec:
+        return [Covered(NOT, f"training with codec {codec}: --deep trains with identity")]
+    left_out = [result for result in trained if result.uncoded]
+    found = [
+        Covered(NOT, f"training with codec {codec} on {each.layout}: {each.uncoded}")
+        for each in left_out
+    ]
+    if trained and len(left_out) == len(trained):
+        return found
+    what = f"training with codec {codec}; saving and resuming with what it keeps"
+    return [Covered(deep, what), *found]
+
+
+def _codec_of(sync: SyncConfig) -> str:
+    return sync.codec if isinstance(sync.codec, str) else str(sync.codec.get("name"))
 
 
 def coverage_text(rows: list[Covered]) -> str:

@@ -95,6 +95,14 @@ class PlainRun:
         """Into how many a batch is divided."""
         return self.plan.accumulate if self.in_microbatches else 1
 
+    def step_begins(self) -> None:
+        """There are no gradients, and nothing is counted."""
+        self.optimizer.zero_grad()
+        self.calls.clear()
+        self.experts.step_begins()
+        self.gate_loss = 0.0
+        self.masters.round()
+
     def gradients(
         self, step: int, batch: Batch, record: StepRecord | None = None
     ) -> tuple[float, float]:
@@ -105,11 +113,7 @@ class PlainRun:
             batch: all samples.
             record: gets what modules compute. Raises NeedsMicrobatches.
         """
-        self.optimizer.zero_grad()
-        self.calls.clear()
-        self.experts.step_begins()
-        self.gate_loss = 0.0
-        self.masters.round()
+        self.step_begins()
         size, whole = self.plan.batch // self.pieces, is_whole_batch(self.case.loss)
         loss_sum, weight = (
             torch.zeros((), dtype=torch.float64),
@@ -126,8 +130,8 @@ class PlainRun:
             with self.case.mode():
                 if record is not None:
                     trace = recorded.enter_context(record_activations(self.model, size))
-                with self._functions(micro, trace).active() as functions:
-                    output = self._forward(micro)
+                with self.functions(micro, trace).active() as functions:
+                    output = self.forward(micro)
                     added += functions.added
                     if not whole:
                         part, count, labels = loss_of(self.case.loss, output, micro)
@@ -188,8 +192,8 @@ class PlainRun:
         found = dict.fromkeys(asked, (0.0, 0.0))
         self.model.eval()
         for batch in batches:
-            with self.case.mode(), self._functions(batch, None).active():
-                output = self._forward(batch)
+            with self.case.mode(), self.functions(batch, None).active():
+                output = self.forward(batch)
                 for name, function in asked.items():
                     part, count, _ = loss_of(function, output, batch)
                     total, weight = found[name]
@@ -202,20 +206,22 @@ class PlainRun:
         """What the model returns in evaluation mode."""
         self.model.eval()
         try:
-            with self.case.mode(), self._functions(batch, None).active():
-                return self._forward(batch)
+            with self.case.mode(), self.functions(batch, None).active():
+                return self.forward(batch)
         finally:
             self.model.train()
 
     def _count(self, name: str, module: nn.Module, args: tuple) -> None:
         self.calls[name] += 1
 
-    def _functions(self, batch: Batch, trace: ActivationRecorder | None) -> PlainFunctions:
+    def functions(self, batch: Batch, trace: ActivationRecorder | None) -> PlainFunctions:
+        """The definitions that are active in a forward of this batch."""
         seen, asked = (trace.attention, trace.ask) if trace is not None else (None, None)
         known = known_positions(self.inputs, batch)
         return PlainFunctions(self.randomness, self.laws, seen, asked, known)
 
-    def _forward(self, batch: Batch) -> Any:
+    def forward(self, batch: Batch) -> Any:
+        """What the model returns."""
         given = cast_arguments(self.plan.dtypes, plain_arguments(self.inputs, batch))
         return self.model(**given)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weft.core import gather_json, whole_shard
 from weft.train import in_dtype
@@ -91,12 +91,18 @@ def _nearby(build: Callable[[], nn.Module], seed: int) -> nn.Module:
     """The model with each weight changed by a few roundings, up or down."""
     model = in_dtype(build(), torch.float64)
     generator = torch.Generator().manual_seed(seed)
-    change = ROUNDINGS * torch.finfo(torch.float64).eps
     with torch.no_grad():
         for p in model.parameters():
-            up = torch.randint(2, p.shape, generator=generator, dtype=torch.float64)
-            p.mul_(1.0 + change * (2.0 * up - 1.0))
+            p.copy_(rounded(p, generator))
     return model
+
+
+def rounded(x: Tensor, generator: torch.Generator, together: bool = False) -> Tensor:
+    """Each element changed by a few roundings, up or down: of itself; with `together` of a typical
+    element of x, as where a factorisation mixes elements."""
+    up = torch.randint(2, x.shape, generator=generator, dtype=torch.float64)
+    size = x.square().mean().sqrt() if together else x
+    return x + ROUNDINGS * torch.finfo(torch.float64).eps * (2.0 * up - 1.0) * size
 
 
 def _errors_between(one: Reference, other: Reference) -> Errors:

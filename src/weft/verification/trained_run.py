@@ -85,6 +85,7 @@ def _quietly(run: RunConfig, resume: bool) -> UpdateOrder:
     order: UpdateOrder = []
     AsyncServerReplicas.order = order  # of the engine that this process makes
     said = io.StringIO()
-    with Float64Mode(), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+    mode = Float64Mode() if run.precision.compute == "fp64" else contextlib.nullcontext()
+    with mode, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         train(run, resume)
     return order

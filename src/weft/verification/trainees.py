@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -11,10 +12,21 @@ from weft.core import REPLICA_AXIS, Plan
 from weft.engine import Loss
 
 from .case import Batch, Case
+from .codec_definitions import codec_bounds, rounding_optimizer
+from .coded_gradients import (
+    CodedGradients,
+    check_separate,
+    codes_gradients,
+    coding_ranks,
+    untold,
+)
+from .difference import Bounds
 from .parcels import samples_of
 from .plain.draw_laws import seed_faults
 from .plain.replicas import PlainReplicas
+from .reference import run_reference
 from .replica_reference import WeightExchange, cases_of_replicas, exchanging
+from .rounding import rounded
 from .training_reference import Trainee
 
 
@@ -33,19 +45,32 @@ class Trainees:
         found = seed_faults([trainee.case.seed for trainee in self.each])
         found += [] if self.parts is None else self.parts.broken
         found += [law for trainee in self.each for law in trainee.run.laws.broken]
+        coded = [each for trainee in self.each for each in trainee.codecs]
+        found += [law for each in coded for law in each.exchange.broken]
         return list(dict.fromkeys(found))
 
 
 def trainees_of(
     case: Case,
-    plan: Plan,
+    plans: Mapping[int, Plan],
     validation: Sequence[Batch],
     in_microbatches: bool,
     metrics: Mapping[str, Loss],
+    seed: int | None = None,
 ) -> Trainees:
-    """Those of a plan; arguments as of a Trainee."""
+    """Those of a run. `plans`: by the step from which on it is laid so; `seed`: of changes by a few
+    roundings of what codecs encode; the others as of a Trainee."""
+    plan = plans[0]
     if not plan.replicas_step_independently:
-        return Trainees([Trainee(case, validation, in_microbatches, metrics)])
+        alone = Trainee(case, validation, in_microbatches, metrics)
+        for begins, each in plans.items():
+            alone.coded[begins] = CodedGradients(alone.run, each) if codes_gradients(each) else None
+        for coded in alone.codecs if seed is not None else ():
+            generator = torch.Generator().manual_seed(seed)
+            together = plan.sync is not None and plan.sync.codec.name == "powersgd"
+            near = partial(rounded, generator=generator, together=together)
+            coded.exchange.near = near
+        return Trainees([alone])
     found = []
     places = samples_of(plan, REPLICA_AXIS)
     for own, samples in zip(cases_of_replicas(case, plan), places, strict=True):
@@ -54,3 +79,22 @@ def trainees_of(
         found.append(Trainee(own, parts, in_microbatches, metrics))
     begun = {name: p.detach() for name, p in found[0].trained.items()}
     return Trainees(found, *exchanging(plan, begun))
+
+
+def check_codec(case: Case, plan: Plan) -> None:
+    """Refuse where no definition tells what codecs of a plan send in a training run. Raises
+    ConfigError."""
+    if codes_gradients(plan):
+        traces = run_reference(case, 1).traces
+        check_separate(case, case.plain_model(), plan, traces)
+        ranks = coding_ranks(plan)
+        assert plan.sync is not None
+        if rounding_optimizer(plan.sync.codec, ranks) is not None:
+            raise untold(plan, f"sums of {ranks} are rounded in any order")
+
+
+def bounds_of(plan: Plan) -> Bounds:
+    """Within which a run is equal to the definition."""
+    if not codes_gradients(plan) or plan.sync is None:
+        return Bounds()
+    return codec_bounds(plan.sync.codec, coding_ranks(plan))

@@ -17,6 +17,8 @@ from weft.core import TrainConfig
 from weft.engine import Loss
 
 from .case import Batch, Case
+from .coded_gradients import CodedGradients, GradientExchange
+from .difference import Bounds
 from .noise import NoiseElements
 from .plain.averages import PlainAverages
 from .plain.experts import numbers_of_experts
@@ -42,7 +44,8 @@ class Trajectory:
     `norms`: of all gradients of each step. `times`: how many times the usual norm and loss were,
     in the order in which steps were taken. `final`: weights, buffers, optimizer state. `noise`:
     which elements of weights have gradients that are rounding alone. `broken`: laws that what was
-    drawn breaks, or the division of samples or of weights among replicas.
+    drawn breaks, or the division of samples or of weights among replicas. `bounds`: within which a
+    run is equal to it.
     """
 
     lines: dict[int, Line] = field(default_factory=dict)
@@ -58,6 +61,7 @@ class Trajectory:
     weights: frozenset[str] = frozenset()  # names of parameters
     noise: dict[str, Tensor] = field(default_factory=dict)
     broken: tuple[str, ...] = ()
+    bounds: Bounds = field(default_factory=Bounds)
 
     def go_back(self, step: int) -> None:
         """Forget the steps after this one."""
@@ -98,6 +102,7 @@ class _State:
     averages: dict[str, Tensor]
     norms: list[float]
     losses: list[float]
+    coded: list[tuple[GradientExchange, float | None]]  # what codecs keep
 
 
 class Taken(NamedTuple):
@@ -119,6 +124,9 @@ class Trainee:
         validation: the batches of each validation.
         in_microbatches: as of PlainRun.
         metrics: that a validation measures beside the loss.
+
+    Attributes:
+        coded: from which step on which gradients go through a codec; None: as they are.
     """
 
     def __init__(
@@ -135,6 +143,7 @@ class Trainee:
         self.norms = list[float]()  # of the steps that were accepted
         self.times = 0.0  # how many times the usual norm the last one was
         self.noise = NoiseElements()
+        self.coded: dict[int, CodedGradients | None] = {}
         self._rates = [group["lr"] for group in self.run.optimizer.param_groups]
 
     def take(self, step: int, batch: int, factor: float, rules: TrainConfig) -> Taken:
@@ -148,7 +157,9 @@ class Trainee:
     def compute(self, step: int, batch: int, rules: TrainConfig) -> Taken:
         """The gradients of a step, before they are clipped."""
         run = self.run
-        loss, weight = run.gradients(step, self.case.whole_batch_of(batch))
+        coded = [each for begins, each in self.coded.items() if begins <= step]
+        compute = coded[-1] if coded and coded[-1] is not None else run.gradients
+        loss, weight = compute(step, self.case.whole_batch_of(batch))
         experts = numbers_of_experts(run.experts.tokens)
         if experts and run.gate_loss:
             experts["gate_loss"] = run.gate_loss / weight
@@ -160,6 +171,11 @@ class Trainee:
         self.norms += [] if skipped else [norm]
         clips = not skipped and rules.clip is not None and norm > rules.clip
         return Taken(loss, norm, skipped, clips, experts)
+
+    @property
+    def codecs(self) -> list[CodedGradients]:
+        """Those that it has."""
+        return [each for each in self.coded.values() if each is not None]
 
 
 def train_plainly(
@@ -208,7 +224,7 @@ def train_plainly(
                 back, state = kept
                 passed += step - back
                 step, first.norms, losses = back, [*state.norms], [*state.losses]
-                _restore(run, state)
+                _restore(first, state)
                 averages.values = {**state.averages}
                 found.go_back(back)
                 continue
@@ -223,7 +239,7 @@ def train_plainly(
             with averages.in_place() if rules.ema is not None else nullcontext():
                 found.validations[step] = validation_of(trainees)
         if step % save_every == 0 and not last:
-            kept, times_back = (step, _state_of(run, averages, first.norms, losses)), 0
+            kept, times_back = (step, _state_of(first, averages, losses)), 0
     found.final = final_state(run.model, [run.optimizer], run.params)
     found.final |= averages.state() if rules.ema is not None else {}
     if exchange is not None:
@@ -250,17 +266,19 @@ def validation_of(trainees: Sequence[Trainee]) -> Line:
     return found
 
 
-def _state_of(
-    run: PlainRun, averages: PlainAverages, norms: list[float], losses: list[float]
-) -> _State:
+def _state_of(trainee: Trainee, averages: PlainAverages, losses: list[float]) -> _State:
+    run = trainee.run
     tensors, optimizer = run.model.state_dict(), run.optimizer.state_dict()
     kept = copy.deepcopy(tensors), copy.deepcopy(optimizer), {**averages.values}
-    return _State(*kept, [*norms], [*losses])
+    coded = [each.kept() for each in trainee.codecs]
+    return _State(*kept, [*trainee.norms], [*losses], coded)
 
 
-def _restore(run: PlainRun, state: _State) -> None:
-    run.model.load_state_dict(state.tensors)
-    run.optimizer.load_state_dict(copy.deepcopy(state.optimizer))
+def _restore(trainee: Trainee, state: _State) -> None:
+    trainee.run.model.load_state_dict(state.tensors)
+    trainee.run.optimizer.load_state_dict(copy.deepcopy(state.optimizer))
+    for each, kept in zip(trainee.codecs, state.coded, strict=True):
+        each.restore(kept)
 
 
 # ---- limits that a short run reaches -------------------------------------------------------------

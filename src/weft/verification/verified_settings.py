@@ -38,17 +38,24 @@ def exact_sync(sync: SyncConfig) -> SyncConfig:
 
 
 def deep_sync(sync: SyncConfig) -> SyncConfig:
-    """The synchroniser that `--deep` trains with: the run's, with gradients as they are; where
-    replicas exchange weights, with a period that a short run has twice."""
+    """The synchroniser that `--deep` trains with: the run's; where replicas exchange weights, with
+    gradients as they are, and with a period that a short run has twice."""
     made = make_sync(sync.name, sync.codec, **sync.arguments)
     if not isinstance(made, LocalSteps):
-        return sync.model_copy(update={"codec": "identity"})
+        return sync if not made.asynchronous else sync.model_copy(update={"codec": "identity"})
     changed = {
         key: getattr(shortened(made), key)
         for key in ("period", "fragments", "delay")
         if getattr(shortened(made), key) != getattr(made, key)
     }
     return SyncConfig(name=sync.name, codec="identity", **{**sync.arguments, **changed})
+
+
+def deep_precision(trained: PrecisionConfig) -> PrecisionConfig | None:
+    """In which `--deep` holds a run to its own resuming beside float64. None: the run computes in
+    float64, or in float8, which needs GPUs."""
+    alone = trained.compute == "fp64" or trained.float8 != OFF
+    return None if alone else trained
 
 
 def is_asynchronous(sync: SyncConfig) -> bool:

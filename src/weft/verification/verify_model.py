@@ -29,6 +29,7 @@ from weft.nn import check_entries
 from weft.parallel import DATA_AXES, plan as lay
 
 from .case import Batch, Case
+from .coded_gradients import codes_gradients
 from .coded_reference import run_coded
 from .compare import check_layout
 from .delayed_reference import run_delayed
@@ -135,12 +136,9 @@ def _own_definition(case: Case, layout: str, steps: int) -> Reference | Refusal 
         if plan.replicas_step_independently and isinstance(plan.sync, AsyncServers):
             _check_exact(case, "sync.name", plan.sync.name)
             return replayed_reference(case, layout, steps)
-        sync = plan.gradient_sync
-        if sync is None or sync.codec.name == "identity":
+        if not codes_gradients(plan) or plan.sync is None:
             return None
-        if not (plan.uses_custom_dp_sync or plan.fsdp_uses_codec):
-            return None
-        _check_exact(case, "sync.codec", sync.codec.name)
+        _check_exact(case, "sync.codec", plan.sync.codec.name)
         return run_coded(case, layout, steps)
     except Refusal as error:
         return error

@@ -47,7 +47,7 @@ from .plain.samples import (
 )
 from .report import VerifyReport
 from .training_check import TrainingResult, verify_training
-from .verified_settings import deep_sync, on_cpus, verified_precision, verified_sync
+from .verified_settings import deep_precision, deep_sync, on_cpus, verified_precision, verified_sync
 from .verify_model import verify_case
 
 
@@ -82,8 +82,9 @@ def verify_deep(
     run: RunConfig, layouts: Sequence[str], done: Callable[[TrainingResult], None]
 ) -> list[TrainingResult]:
     """Hold what `weft train` does of a run under each layout, in float64, to one device's
-    definition. `done` gets each result when it is there."""
-    return verify_training(*deep_case(run), layouts, done)
+    definition; and in the run's own precision, to its own resuming. `done` gets each result when it
+    is there."""
+    return verify_training(*deep_case(run), layouts, done, deep_precision(run.precision))
 
 
 def deep_case(
