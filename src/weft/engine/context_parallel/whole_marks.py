@@ -56,6 +56,21 @@ def is_alike(x: Tensor) -> bool:
     return getattr(x, "weft_alike", False) and not _forgotten(x)
 
 
+def set_fixed(x: Tensor, fixed: bool = True) -> Tensor:
+    """From now on `x` and its views are of no position, as what is made of an image and weights; or
+    they may be of some."""
+    if is_plain(x):
+        x.untyped_storage().weft_fixed = fixed  # type: ignore[attr-defined]
+    return x
+
+
+def is_fixed(x: Tensor) -> bool:
+    """Whether it is known to be of no position. Its values may need a gradient."""
+    if is_marked(x):
+        return not dims_of_positions(x)
+    return is_alike(x) or (is_plain(x) and getattr(x.untyped_storage(), "weft_fixed", False))
+
+
 def whole_of(part: Any) -> Whole | None:
     """What this is a part of, where it is known on this rank. Of no position: a copy, for others
     may share its memory."""
