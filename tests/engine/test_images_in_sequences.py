@@ -135,12 +135,12 @@ PUTS = {each.__name__: each for each in (by_masked_scatter, in_place, by_index, 
 
 @pytest.mark.grid(6, ci=6)
 @pytest.mark.parametrize("layout", ["cp2", "cp2+gather", "fsdp2.cp2"])
-@pytest.mark.parametrize(("patches", "dropout"), [(5, 0.0), (LENGTH // 2, 0.2), (LENGTH, 0.0)])
+@pytest.mark.parametrize(("patches", "dropout"), [(5, 0.2), (LENGTH // 2, 0.2)])
 @pytest.mark.parametrize("put", PUTS)
 def test_it_equals_one_device(
     pool: Pool, put: str, patches: int, dropout: float, layout: str
 ) -> None:
-    """Also where an image has as many patches as a rank has positions, or as there are in all."""
+    """Also where an image has as many patches as a rank has positions."""
     alone = pool.run(losses, put, patches, dropout, "dp1", world=1)[0]
     world = weft.Layout.parse(layout).world
     found = pool.run(losses, put, patches, dropout, layout, world=world)[0]

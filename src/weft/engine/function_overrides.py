@@ -50,7 +50,12 @@ from weft.parallel import (
     split_dim,
 )
 
-from .context_parallel.attention_alone import attended_alone, attends_alone
+from .context_parallel.attention_alone import (
+    attend_alone,
+    attended_alone,
+    attends_alone,
+    drawn_in,
+)
 from .context_parallel.counts_by_size import CountsBySize
 from .context_parallel.eager_attention import attend_eagerly
 from .context_parallel.known_sequences import KnownSequences
@@ -199,11 +204,8 @@ class FunctionOverrides(TorchFunctionMode):
         if known is None:  # no graph reads marks
             dropped = self._dropped(func, input, p)
             return input.copy_(dropped) if inplace else dropped
-        rows, self.randomness.rows = self.randomness.rows, _rows_of(self.randomness, input, known)
-        try:
+        with drawn_in(self.randomness, *_rows_of(self.randomness, input, known)):
             dropped = self._dropped(func, input, p)
-        finally:
-            self.randomness.rows = rows
         return known.mark(input.copy_(dropped) if inplace else dropped, func, (input, p), {})
 
     def _dropped(self, func: Callable, input: Tensor, p: float) -> Tensor:
@@ -293,6 +295,8 @@ class FunctionOverrides(TorchFunctionMode):
             # the mask is drawn for this site, so a recomputed core draws the same one
             site, activation_sharding = self._site(dropout), self.randomness.activation_sharding
             core = partial(plain_attention, self.randomness, activation_sharding, site)
+            if alone:
+                core = partial(attend_alone, core, self.randomness)
         out = self._attend(core, args, kwargs)
         return attended_alone(out, *args, **kwargs) if alone else out
 
@@ -381,21 +385,27 @@ class FunctionOverrides(TorchFunctionMode):
         return self.sequence is not None and self.sequence.now.length > 0
 
 
-def _rows_of(randomness: Randomness, given: Tensor, known: KnownSequences) -> Tensor | None:
-    """The positions of which `given` may have a row each."""
+def _rows_of(
+    randomness: Randomness, given: Tensor, known: KnownSequences
+) -> tuple[Tensor | None, int | None]:
+    """The positions of which `given` may have a row each, and in which dim, if that is known."""
     rows = randomness.rows
     if rows is None or not (is_marked(given) or is_fixed(given)):
-        return rows
+        return rows, None
     dims = dims_of_positions(given)
     if 0 in dims and len(randomness.samples) > 1 and len(given) == len(rows):
         problem = f"its dim 0 counts positions: a mask of {list(whole_shape(given))} for all"
         problem += " samples, of which each rank would draw others"
         raise UnsupportedModel("dropout", list(given.shape), problem, "use dp or fsdp")
     if dims:
-        return rows
+        if len(dims) > 1 or not dims[0] or given.shape[dims[0]] != len(rows):
+            return rows, None
+        if dims[0] != 1:
+            known.use()
+        return rows, dims[0]
     if any(size % len(rows) == 0 for size in given.shape):
         known.use()
-    return None  # as many of something else as positions here are none of these
+    return None, None  # as many of something else as positions here are none of these
 
 
 def _factors(randomness: Randomness, p: float) -> Callable[..., Tensor]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+
+from weft.nn import Randomness
 
 from .known_sequences import KnownSequences
 from .sequence import ContextParallel
@@ -23,6 +27,26 @@ def attends_alone(
         return False
     known.use()
     return True
+
+
+def attend_alone(
+    core: Callable[..., Tensor], randomness: Randomness, query: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """`core`, whose weights [samples, heads, queries, keys] are dropped as on one device."""
+    rows = (None, None) if is_fixed(query) else (randomness.rows, 2)
+    with drawn_in(randomness, *rows):
+        return core(query, *args, **kwargs)
+
+
+@contextmanager
+def drawn_in(randomness: Randomness, rows: Tensor | None, dim: int | None) -> Iterator[None]:
+    """Within this context masks have these positions in this dim."""
+    before = randomness.rows, randomness.rows_dim
+    randomness.rows, randomness.rows_dim = rows, dim
+    try:
+        yield
+    finally:
+        randomness.rows, randomness.rows_dim = before
 
 
 def attended_alone(out: Tensor, query: Tensor, *_: Any, **__: Any) -> Tensor:
