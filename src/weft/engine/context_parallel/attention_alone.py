@@ -12,7 +12,14 @@ from weft.nn import Randomness
 
 from .known_sequences import KnownSequences
 from .sequence import ContextParallel
-from .whole_marks import dims_of_positions, is_fixed, set_fixed, set_whole_shape, whole_shape
+from .whole_marks import (
+    dims_of_positions,
+    is_fixed,
+    is_marked,
+    set_fixed,
+    set_whole_shape,
+    whole_shape,
+)
 
 
 def attends_alone(
@@ -22,9 +29,8 @@ def attends_alone(
     sequence.attends(query, key, value)
     if key.ndim != 4 or 2 in dims_of_positions(key):
         return False
-    lost = not is_fixed(key) and key.shape[2] == query.shape[2]
-    if lost and sequence.are_parts(query):  # by an operator that is not followed
-        return False
+    if not is_fixed(key) and (is_marked(key) or sequence.are_parts(key)):
+        return False  # of some positions, as the first two; or an operator was not followed
     known.use()
     return True
 

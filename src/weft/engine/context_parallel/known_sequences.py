@@ -182,8 +182,13 @@ class KnownSequences:
         return self.mark(part, func, args, kwargs)
 
     def mark(self, made: Any, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """Note the shape with all positions of what `func` gave."""
-        self._shapes.mark(made, func, args, kwargs)
+        """Note the shape with all positions of what `func` gave, or that it is of none."""
+        given = [*tensors_of((args, kwargs))]
+        if are_fixed(given) and not any(map(is_marked, given)):
+            for x in tensors_of(made):
+                set_fixed(x)
+        else:
+            self._shapes.mark(made, func, args, kwargs)
         return made
 
     def drawn(self, made: Any, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
