@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 import weft.losses
 
 VOCABULARY, TOKENS, PIXELS, SAMPLES = 96, 16, 32, 64
-FRAMES, BINS, WAVE, CODEBOOKS = 32, 16, 1600, 2
+FRAMES, BINS, WAVE, CODEBOOKS = 32, 20, 1600, 2
 IMAGE_TOKEN = VOCABULARY - 1  # stands in a text for a part of an image
 PICTURE = {"pixel_values": (3, PIXELS, PIXELS)}
 

@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 from weft.core.data_order import zigzag_spans
 from weft.engine.context_parallel.counts_by_size import CountsBySize
 from weft.engine.context_parallel.followed_shapes import FollowedShapes
-from weft.engine.context_parallel.known_sequences import KnownSequences, OnWholes
+from weft.engine.context_parallel.known_sequences import KnownSequences
+from weft.engine.context_parallel.mask_rules import OnWholes
 from weft.engine.context_parallel.whole_marks import dims_of_positions, set_whole, whole_of
 
 SAMPLES, LENGTH, RANKS = 3, 16, 2

@@ -74,6 +74,25 @@ class Centred(nn.Module):
         return self.last(x - x.mean(0))
 
 
+class Converging(nn.Module):
+    """Iterates until the batch has converged, as deep equilibrium models do: a sample changes by
+    1e-4 with what stands beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.step = nn.Linear(12, DIM), nn.Linear(DIM, DIM)
+        self.last = nn.Linear(DIM, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        z = torch.zeros_like(x)
+        for _ in range(50):
+            before, z = z, torch.tanh(0.5 * self.step(z) + x)
+            if float((z - before).detach().norm()) < 3e-3:
+                break
+        return self.last(z)
+
+
 @dataclass
 class Record:
     logits: Tensor
@@ -248,6 +267,7 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict], Any, type, 
         r"the output of blocks\.0\.self_attn .* Give blocks\.0\.self_attn batch_first=True",
     ),
     "centred": (Centred, features, mse, UnsupportedModel, "the output of last .* compute each|C"),
+    "converging": (Converging, features, mse, UnsupportedModel, "the output of last .* Compute"),
     "record": (
         CentredRecord,
         features,

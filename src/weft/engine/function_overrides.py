@@ -50,6 +50,12 @@ from weft.parallel import (
     split_dim,
 )
 
+from .context_parallel.attention_alone import (
+    attend_alone,
+    attended_alone,
+    attends_alone,
+    drawn_in,
+)
 from .context_parallel.counts_by_size import CountsBySize
 from .context_parallel.eager_attention import attend_eagerly
 from .context_parallel.known_sequences import KnownSequences
@@ -57,7 +63,7 @@ from .context_parallel.sequence import ContextParallel
 from .context_parallel.transformers_interfaces import eager_attention_by, mask_rules
 from .context_parallel.whole_marks import (
     dims_of_positions,
-    is_alike,
+    is_fixed,
     is_marked,
     set_whole_shape,
     whole_of,
@@ -198,11 +204,8 @@ class FunctionOverrides(TorchFunctionMode):
         if known is None:  # no graph reads marks
             dropped = self._dropped(func, input, p)
             return input.copy_(dropped) if inplace else dropped
-        rows, self.randomness.rows = self.randomness.rows, _rows_of(self.randomness, input, known)
-        try:
+        with drawn_in(self.randomness, *_rows_of(self.randomness, input, known)):
             dropped = self._dropped(func, input, p)
-        finally:
-            self.randomness.rows = rows
         return known.mark(input.copy_(dropped) if inplace else dropped, func, (input, p), {})
 
     def _dropped(self, func: Callable, input: Tensor, p: float) -> Tensor:
@@ -284,14 +287,18 @@ class FunctionOverrides(TorchFunctionMode):
         if self.seen is not None:
             given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
             self.seen(given["query"], given["key"], given["value"])
-        if self._shared():
+        alone = self._shared() and self._of_no_position(*args, **kwargs)
+        if self._shared() and not alone:
             return self._attention_in_parts(dropout, args, kwargs)
         core: Callable = F.scaled_dot_product_attention
         if dropout > 0.0:
             # the mask is drawn for this site, so a recomputed core draws the same one
             site, activation_sharding = self._site(dropout), self.randomness.activation_sharding
             core = partial(plain_attention, self.randomness, activation_sharding, site)
-        return self._attend(core, args, kwargs)
+            if alone:
+                core = partial(attend_alone, core, self.randomness)
+        out = self._attend(core, args, kwargs)
+        return attended_alone(out, *args, **kwargs) if alone else out
 
     @torch.compiler.disable
     def _eager_attention(
@@ -307,10 +314,17 @@ class FunctionOverrides(TorchFunctionMode):
         """transformers' attention interface, for what a model attends by itself."""
         if self.seen is not None:
             self.seen(query, key, value, True)
-        if self._shared():
+        if self._shared() and not self._of_no_position(query, key, value):
             assert self.sequence is not None
             attend = partial(attend_eagerly, self.sequence, attend)
         return attend(module, query, key, value, *args, **options)
+
+    def _of_no_position(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+    ) -> bool:
+        assert self.sequence is not None
+        known = self._followed()[0]
+        return known is not None and attends_alone(self.sequence, known, query, key, value)
 
     @torch.compiler.disable  # one break: messages between ranks overlap with blocks of keys
     def _attention_in_parts(self, dropout: float, args: tuple, kwargs: dict) -> Tensor:
@@ -371,21 +385,27 @@ class FunctionOverrides(TorchFunctionMode):
         return self.sequence is not None and self.sequence.now.length > 0
 
 
-def _rows_of(randomness: Randomness, given: Tensor, known: KnownSequences) -> Tensor | None:
-    """The positions of which `given` may have a row each."""
+def _rows_of(
+    randomness: Randomness, given: Tensor, known: KnownSequences
+) -> tuple[Tensor | None, int | None]:
+    """The positions of which `given` may have a row each, and in which dim, if that is known."""
     rows = randomness.rows
-    if rows is None or not (is_marked(given) or is_alike(given)):
-        return rows
+    if rows is None or not (is_marked(given) or is_fixed(given)):
+        return rows, None
     dims = dims_of_positions(given)
     if 0 in dims and len(randomness.samples) > 1 and len(given) == len(rows):
         problem = f"its dim 0 counts positions: a mask of {list(whole_shape(given))} for all"
         problem += " samples, of which each rank would draw others"
         raise UnsupportedModel("dropout", list(given.shape), problem, "use dp or fsdp")
     if dims:
-        return rows
+        if len(dims) > 1 or not dims[0] or given.shape[dims[0]] != len(rows):
+            return rows, None
+        if dims[0] != 1:
+            known.use()
+        return rows, dims[0]
     if any(size % len(rows) == 0 for size in given.shape):
         known.use()
-    return None  # as many of something else as positions here are none of these
+    return None, None  # as many of something else as positions here are none of these
 
 
 def _factors(randomness: Randomness, p: float) -> Callable[..., Tensor]:

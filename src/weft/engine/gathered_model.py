@@ -20,7 +20,7 @@ from weft.nn import is_cache
 from weft.parallel import own_forward, set_own_forward
 from weft.pipeline import copy_with_tensors
 
-from .context_parallel.whole_marks import set_whole, set_whole_shape, whole_of, whole_shape
+from .context_parallel.whole_marks import copy_mark, is_fixed, set_whole, whole_of, whole_shape
 
 
 def copy_without_weights(model: nn.Module) -> nn.Module:
@@ -143,12 +143,12 @@ class GatheredModel:
         leaves, join = tree_flatten((args, kwargs))
         # a mask that stands for its rule has no numbers, and a copy would lose the rule
         places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and not x.is_meta]
-        known = [i for i in places if whole_of(leaves[i]) is not None]
+        marks = {i: (is_fixed(leaves[i]), whole_shape(leaves[i])) for i in places}
+        known = [i for i in places if not marks[i][0] and whole_of(leaves[i]) is not None]
         if not self._hands_learned:
             known = [i for i in known if not leaves[i].requires_grad]
-        shapes = {i: whole_shape(leaves[i]) for i in places}
         # leaves of the output, how they are joined, where tensors are, which are known whole, and
-        # the shapes with all positions
+        # how they are marked
         made: list[Any] = []
         # a cache grows at each call: where it runs again, a block finds it as it was
         before = [deepcopy(leaf) if is_cache(leaf) else leaf for leaf in leaves]
@@ -156,15 +156,17 @@ class GatheredModel:
         def run(tensors: Sequence[Tensor], again: bool) -> list[Tensor]:
             given = list(before if again else leaves)
             for place, tensor in zip(places, tensors, strict=False):
-                given[place] = set_whole_shape(tensor, shapes[place])
+                given[place] = copy_mark(tensor, *marks[place])
             for place, whole in zip(known, tensors[len(places) :], strict=True):
                 set_whole(given[place], whole)
             more, named = join(given)
             found, together = tree_flatten(forward(*more, **named))
             there = [i for i, leaf in enumerate(found) if isinstance(leaf, Tensor)]
             wholes = {i: w.tensor for i in there if (w := whole_of(found[i])) is not None}
+            fixed = [is_fixed(found[i]) and i not in wholes for i in there]
+            wide = [whole_shape(found[i]) for i in there]
             if not again:
-                made[:] = found, together, there, [*wholes], [whole_shape(found[i]) for i in there]
+                made[:] = found, together, there, [*wholes], [*zip(fixed, wide, strict=True)]
             return [*(found[i] for i in there), *wholes.values()]
 
         @contextmanager
@@ -180,9 +182,9 @@ class GatheredModel:
         # a gradient is to come here even if nothing that enters needs one
         anchor = torch.zeros((), requires_grad=True)
         outputs = _Recomputed.apply(run, whole, self._around, anchor, *tensors)
-        found, together, there, wholes, wide = made
-        for place, tensor, shape in zip(there, outputs, wide, strict=False):
-            found[place] = set_whole_shape(tensor, shape)
+        found, together, there, wholes, marked = made
+        for place, tensor, mark in zip(there, outputs, marked, strict=False):
+            found[place] = copy_mark(tensor, *mark)
         for place, tensor in zip(wholes, outputs[len(there) :], strict=True):
             set_whole(found[place], tensor)
         return together(found)

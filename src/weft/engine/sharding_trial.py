@@ -226,6 +226,8 @@ class ShardingTrial:
         for call, shape in found.shapes.items():
             if len(shape) != 3 or shape[1] != here or whole.shapes.get(call) != shape:
                 continue
+            if call in found.no_positions:
+                continue
             if not computes_whole_sequences(self._plan.steps, call[0]):
                 what = f"{call[0]} gives [samples, {here}, features] on one device too, and {here}"
                 what += " are the positions of a rank"

@@ -23,6 +23,7 @@ from weft.parallel import FEATURE_AXES, SEQUENCE_AXES, Mesh
 from weft.pipeline import tensors_in
 
 from .context_parallel.sequence import ContextParallel, MaskOfOwnKeys
+from .context_parallel.whole_marks import is_fixed
 from .float64_mode import Float64Mode
 from .function_overrides import FunctionOverrides
 from .gathered_model import GatheredModel
@@ -39,6 +40,7 @@ class TrialRecord:
 
     outputs: dict[Call, Tensor] = field(default_factory=dict)
     shapes: dict[Call, tuple[int, ...]] = field(default_factory=dict)
+    no_positions: set[Call] = field(default_factory=set)  # known to give none of a sequence
     grads: dict[str, Tensor] = field(default_factory=dict)
     output: Tensor | None = None
     output_shape: tuple[int, ...] = ()
@@ -198,6 +200,8 @@ class TrialRun:
             if tensor is None or isinstance(tensor, DTensor):
                 return
             self._record.shapes[call] = tuple(tensor.shape)
+            if is_fixed(tensor):
+                self._record.no_positions.add(call)
             if self._whole is None:
                 rows: list[Tensor | None] | None = [None] * tensor.ndim
             else:

@@ -74,7 +74,8 @@ class Randomness:
 
     `samples`: global indices of this microbatch's samples, int64 [samples], on the device of the
     masks. `index` of `size`: this rank on the axis that cuts activations. `rows`: the positions
-    that it has of sequences of `length`, where ranks share them.
+    that it has of sequences of `length`, where ranks share them; `rows_dim`: the dim that counts
+    them, where it does not follow from the shape.
     """
 
     seed: int
@@ -84,6 +85,7 @@ class Randomness:
     samples: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     activation_sharding: ActivationSharding = "whole"
     rows: Tensor | None = None
+    rows_dim: int | None = None
     length: int = 0
     place: int = 0
     calls: int = 0
@@ -181,6 +183,8 @@ class Randomness:
         """The dim that counts this rank's positions, where ranks share the sequence."""
         if self.rows is None or len(shape) < 2:
             return None
+        if self.rows_dim is not None:
+            return self.rows_dim
         if len(shape) == 4 and shape[2:] == (len(self.rows), self.length):
             return 2  # weights of attention
         dim = 2 if self.activation_sharding == "heads" and len(shape) == 4 else 1

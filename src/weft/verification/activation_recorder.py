@@ -69,9 +69,9 @@ class ActivationRecorder:
         self.cores.append(
             AttentionCall(
                 self.inside[-1],
-                tuple(query.shape),
-                tuple(key.shape),
-                tuple(value.shape),
+                tuple(map(int, query.shape)),
+                tuple(map(int, key.shape)),
+                tuple(map(int, value.shape)),
                 needs_grad,
                 eager,
             )

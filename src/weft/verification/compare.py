@@ -8,8 +8,8 @@ nothing is gathered but errors.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 
 import torch
@@ -41,7 +41,7 @@ from weft.parallel import (
 )
 
 from .activation_errors import first_activation
-from .activation_recorder import record_activations
+from .activation_recorder import ActivationRecorder, record_activations
 from .case import Case
 from .difference import Difference
 from .kept_gradients import keep_gradients
@@ -168,6 +168,7 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
                     record_activations(engine.model, plan.microbatch, engine.now) as trace,
                     compiled.paused() if compiled is not None else nullcontext(),
                     refuse_what_does_not_run(engine, trial, batch),
+                    _attention_recorded(engine, trace),
                 ):
                     result = engine.step(batch)
                 seen = audit.seen if isinstance(engine, Engine) else []
@@ -249,6 +250,18 @@ def _overflow_problem(case: Case, engine: TrainingEngine) -> str | None:
     if engine.loss_scale != OVERFLOWS / 2:
         return f"the loss scale is {engine.loss_scale:g} after an overflow at {OVERFLOWS:g}"
     return None
+
+
+@contextmanager
+def _attention_recorded(engine: TrainingEngine, trace: ActivationRecorder) -> Iterator[None]:
+    if not isinstance(engine, Engine):
+        yield
+        return
+    before, engine.sequence.attends = engine.sequence.attends, trace.attention
+    try:
+        yield
+    finally:
+        engine.sequence.attends = before
 
 
 def _other_than_first(first: list[Collective], now: list[Collective], step: int) -> str | None:

@@ -19,6 +19,7 @@ from weft.engine import (
     Engine,
 )
 from weft.parallel import (
+    AttentionCall,
     BoundaryShape,
     CallSizes,
     Collective,
@@ -52,13 +53,32 @@ def predict_step(
         engine.buffers.nbytes,
         engine.mesh.rank,
         values,
-        [*reference.traces[0].cores, *_sequence_inputs(engine, reference.batches[0], trace)],
+        [
+            *_shared_attentions(engine, reference, trace),
+            *_sequence_inputs(engine, reference.batches[0], trace),
+        ],
         _routings(reference.traces),
         reference.traces[0].asked,
         engine.updated_whole,
         _module_calls(engine.plan, reference.traces[0], trace),
     )
     return [*comms, *loss]
+
+
+def _shared_attentions(
+    engine: Engine, reference: Reference, trace: ActivationRecorder
+) -> list[AttentionCall]:
+    """Those among the positions that ranks share. Attention of an image, or to one, is none: each
+    rank has as many keys as one device."""
+    cores, batch = reference.traces[0].cores, reference.batches[0]
+    if not engine.sequence:
+        return cores
+    length, here = engine.sequence.length(batch), {core.module: core.key[2] for core in trace.cores}
+    return [
+        core
+        for core in cores
+        if core.query[2] == core.key[2] == length and here.get(core.module) != length
+    ]
 
 
 def _crossings(

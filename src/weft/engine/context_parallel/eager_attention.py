@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from weft.nn import EagerAttention
 
+from .known_sequences import KnownSequences
 from .mask_rules import whole_mask
 from .sequence import ContextParallel, check_path
 
@@ -48,7 +49,13 @@ def attend_eagerly(
     if mask is not None and mask.is_meta:
         mask = whole_mask(mask, sequence.positions(length, query.device), length)
     elif sequence.known is not None:
-        mask = sequence.known.of_all_keys(mask)
+        mask = _of_all_keys(sequence.known, mask)
     if sequence.known is not None:
-        options = {name: sequence.known.of_all_keys(x) for name, x in options.items()}
+        options = {name: _of_all_keys(sequence.known, x) for name, x in options.items()}
     return attend(module, query, key, value, mask, **options)
+
+
+def _of_all_keys(known: KnownSequences, x: Any) -> Any:
+    """Of what is known for pairs of positions, the rows of this rank's queries."""
+    rows = known.rows(x) if isinstance(x, Tensor) and x.ndim > 2 else None
+    return x if rows is None else rows

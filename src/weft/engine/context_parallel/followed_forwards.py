@@ -37,6 +37,7 @@ class FollowedForwards:
             first = KnownSequences(now.length, mine, self._shapes, made, counts)
             self._first[key] = first
             return first
+        first.begin()
         return first if first.used else None
 
     def forget(self) -> None:

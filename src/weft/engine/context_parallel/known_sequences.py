@@ -21,13 +21,26 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from .by_position import ARITHMETIC, by_position
 from .counts_by_size import CountsBySize
+from .followed_calls import (
+    SIZES,
+    are_fixed,
+    changes_first,
+    counted_shape,
+    counts_positions,
+    has_effects,
+    map_arguments,
+    stands_for_a_mask,
+    whole_argument,
+    wholes,
+    with_counts,
+)
 from .followed_shapes import FollowedShapes
+from .masked_values import PICKS, SCATTERS, MaskedValues, masked_index
 from .own_reads import OwnReads
-from .position_counts import PositionCount, count, whole_number
+from .position_counts import whole_number
 from .whole_marks import (
     Whole,
     dims_of_positions,
@@ -36,6 +49,7 @@ from .whole_marks import (
     is_marked,
     is_plain,
     set_alike,
+    set_fixed,
     set_whole,
     set_whole_shape,
     tensors_of,
@@ -49,7 +63,6 @@ _CONSTANTS = {
     torch.empty_like,
 }
 _FULL = {torch.full, Tensor.new_full, torch.full_like}
-_SIZES = {Tensor.size, Tensor.numel, Tensor.nelement, torch.numel}
 # functions that give Python what tensors hold
 _READS = {
     *(torch.equal, torch.allclose, torch.is_nonzero, Tensor.equal, Tensor.allclose),
@@ -60,9 +73,11 @@ _LOOKS_UP = {
     *(F.embedding, Tensor.__getitem__, torch.index_select, Tensor.index_select),
     *(torch.gather, Tensor.gather, torch.take_along_dim, Tensor.take_along_dim),
 }
-_DUNDERS_IN_PLACE = {
-    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__"),
-    *("__iand__", "__ior__", "__ixor__", "__ipow__", "__imod__"),
+# another tensor says what shape they give
+_SHAPED = {
+    Tensor.expand_as: Tensor.expand,
+    Tensor.view_as: Tensor.view,
+    Tensor.reshape_as: Tensor.reshape,
 }
 _NO_WHOLE = (RuntimeError, IndexError, TypeError, ValueError)
 
@@ -94,6 +109,11 @@ class KnownSequences:
         self._length, self._mine, self._here = length, mine, len(mine)
         self._shapes, self._made, self._counts = shapes, made, counts
         self.used, self.own_reads = False, OwnReads()
+        self._masked = MaskedValues(self._cut, self.use)
+
+    def begin(self) -> None:
+        """Another forward of the same shapes begins."""
+        self._masked.forget()
 
     def use(self) -> None:
         self.used = True
@@ -103,37 +123,45 @@ class KnownSequences:
         if func is Tensor.__iter__:
             return iter(self(Tensor.unbind, args, kwargs))
         name = getattr(func, "__name__", "")
-        if name == "__get__" or func in _SIZES:
+        if name == "__get__" or func in SIZES:
             found = func(*args, **kwargs)
             if not isinstance(found, Tensor):
-                return _with_counts(func, found, args, kwargs, self.use)
+                return with_counts(func, found, args, kwargs, self.use)
+        if func in _SHAPED and len(args) == 2:
+            return self(_SHAPED[func], (args[0], counted_shape(args[1], self.use)), {})
         tensors = [*tensors_of((args, kwargs))]
-        if any(_stands_for_a_mask(x) for x in tensors):
+        if any(stands_for_a_mask(x) for x in tensors):
             self.use()
-            args, kwargs = _changed((args, kwargs), self._unfolded)
+            args, kwargs = map_arguments((args, kwargs), self._unfolded)
             tensors = [*tensors_of((args, kwargs))]
         if func in _CONSTANTS and "out" not in kwargs:
             return self._constant(func, args, kwargs)
-        counted = _counts((args, kwargs))
+        counted = counts_positions((args, kwargs))
         if not counted and not any(is_marked(x) for x in tensors):
             return self._of_no_position(func, args, kwargs, tensors)
-        if name == "__set__" or _has_effects(func):  # once, and nobody knows what it writes
+        if name == "__set__" or has_effects(func):  # once, and nobody knows what it writes
             for x in tensors:
                 forget_values(x)
             return func(*args, **kwargs)
         if counted and name.strip("_") in ARITHMETIC:
             self.use()
-            args, kwargs = _changed((args, kwargs), whole_number)
+            args, kwargs = map_arguments((args, kwargs), whole_number)
         known = [x for x in tensors if whole_of(x) is not None]
-        if _changes(func):
+        if func in SCATTERS and (made := self._masked.scattered(func, *args, **kwargs)) is not None:
+            return made
+        if len(known) < len(tensors):
+            args = self._masked.own_rows(func, name.strip("_"), args)
+        if changes_first(func):
             return self._in_place(args[0], func, args, kwargs)
         if whole_of(kwargs.get("out")) is not None:
             return self._in_place(kwargs["out"], func, args, kwargs)
         if func in _READS and len(known) == len(tensors):
             self.use()
-            return func(*_wholes(args), **_wholes(kwargs))
+            return func(*wholes(args), **wholes(kwargs))
         if func in _READS and any(is_marked(x) and whole_of(x) is None for x in tensors):
             self.own_reads.note()
+        if func in PICKS and len(args) == 2 and masked_index(args[1]) is not None:
+            return self._masked.picked(func, *args)
         if func in _LOOKS_UP and len(known) == len(tensors) > 1:
             return self._looked_up(func, args, kwargs)
         part = func(*args, **kwargs)
@@ -141,7 +169,7 @@ class KnownSequences:
             return part
         if self._goes_on(func, part, tensors):
             try:
-                whole = func(*_wholes(args), **_wholes(kwargs))
+                whole = func(*wholes(args), **wholes(kwargs))
             except _NO_WHOLE:
                 pass  # of other sizes than positions
             else:
@@ -154,14 +182,19 @@ class KnownSequences:
         return self.mark(part, func, args, kwargs)
 
     def mark(self, made: Any, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """Note the shape with all positions of what `func` gave."""
-        self._shapes.mark(made, func, args, kwargs)
+        """Note the shape with all positions of what `func` gave, or that it is of none."""
+        given = [*tensors_of((args, kwargs))]
+        if are_fixed(given) and not any(map(is_marked, given)):
+            for x in tensors_of(made):
+                set_fixed(x)
+        else:
+            self._shapes.mark(made, func, args, kwargs)
         return made
 
     def drawn(self, made: Any, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """As `mark`, of random numbers: the same on every rank where their shape is a constant."""
         given = args, kwargs
-        if isinstance(made, Tensor) and not _counts(given) and not [*tensors_of(given)]:
+        if isinstance(made, Tensor) and not counts_positions(given) and not [*tensors_of(given)]:
             return set_alike(made)
         return self.mark(made, func, args, kwargs)
 
@@ -177,22 +210,6 @@ class KnownSequences:
             return None
         self.use()
         return self._cut(whole.tensor, [dim for dim in dims if dim != last])
-
-    def added_to_scores(self, mask: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """A mask for pairs of positions, as what is added to scores [b or 1, heads or 1, queries
-        here or 1, all keys]; None where it is not known."""
-        rows = self.rows(mask)
-        if rows is None:
-            return None
-        if rows.dtype == torch.bool:
-            zeros = torch.zeros(rows.shape, dtype=dtype, device=rows.device)
-            rows = zeros.masked_fill_(~rows, -torch.inf)
-        return rows[(None,) * (4 - rows.ndim)]
-
-    def of_all_keys(self, x: Any) -> Any:
-        """Of what is known for pairs of positions, the rows of this rank's queries."""
-        rows = self.rows(x) if isinstance(x, Tensor) and x.ndim > 2 else None
-        return x if rows is None else rows
 
     # ---- what is computed of them ----------------------------------------------------------------
 
@@ -226,10 +243,13 @@ class KnownSequences:
         counts = self._counts if func is torch.arange else None
         if counts is not None and not torch.equal(found, counts(func, args, kwargs)):
             self.use()
-        if _has_effects(func) or not all(map(is_alike, tensors)):
-            if _has_effects(func) or _changes(func) or "out" in kwargs:
+        if has_effects(func) or not all(map(is_alike, tensors)):
+            if has_effects(func) or changes_first(func) or "out" in kwargs:
                 for x in tensors:
                     forget_values(x)
+            elif are_fixed(tensors):
+                for x in tensors_of(found):
+                    set_fixed(x)
             return found
         for x in tensors_of(found):
             if is_plain(x) and not x.requires_grad:
@@ -237,7 +257,7 @@ class KnownSequences:
         return found
 
     def _unfolded(self, x: Any) -> Any:
-        if not _stands_for_a_mask(x):
+        if not stands_for_a_mask(x):
             return x
         whole = self._made(x)  # [samples, 1, positions, positions]
         return set_whole(self._cut(whole, (2, 3)), whole)
@@ -245,7 +265,7 @@ class KnownSequences:
     def _looked_up(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Places in the whole sequence are none in the part."""
         self.use()
-        whole = func(*_wholes(args), **_wholes(kwargs))
+        whole = func(*wholes(args), **wholes(kwargs))
         here = self._shapes.shapes(func, args, kwargs, whole=False)
         if here is None:  # as many as the values say
             return whole
@@ -282,7 +302,7 @@ class KnownSequences:
             made = func(*args, **kwargs)
             self._shapes.mark(made, func, args, kwargs)
             if any(is_marked(x) and whole_of(x) is None for x in rest) and is_plain(target):
-                set_whole_shape(target, whole_shape(target))  # it holds activations now
+                set_whole_shape(set_fixed(target, False), whole_shape(target))  # of activations now
             return made
         if target.requires_grad or any(x.ndim and whole_of(x) is None for x in rest):
             made = func(*args, **kwargs)
@@ -292,13 +312,21 @@ class KnownSequences:
             return made
         self.use()
         base, changed = target._base, whole.tensor
-        more, named = _changed((args, kwargs), lambda x: changed if x is target else _whole(x))
-        made = func(*args, **kwargs)
+        more, named = map_arguments(
+            (args, kwargs), lambda x: changed if x is target else whole_argument(x)
+        )
         try:
             func(*more, **named)
         except _NO_WHOLE:
+            made = func(*args, **kwargs)
             forget_values(target)
             return made
+        try:
+            made = func(*args, **kwargs)
+        except _NO_WHOLE:
+            if not self._exact(target, whole.shape):
+                raise
+            made = None if func is Tensor.__setitem__ else target  # it takes all positions at once
         with torch.no_grad():
             if self._exact(target, whole.shape):
                 target.copy_(self._cut(changed, dims_of_positions(target)))
@@ -334,8 +362,8 @@ class KnownSequences:
             return type(part)(found)
         if not isinstance(part, Tensor) or not isinstance(whole, Tensor):
             return part
-        if part.shape == whole.shape:
-            return whole  # of no position: as the last token, or their number
+        if part.shape == whole.shape:  # of no position: as the last token, or their number
+            return set_fixed(whole) if whole.requires_grad else set_alike(whole)
         if part.ndim != whole.ndim:
             return part
         if not self._exact(part, whole.shape):
@@ -354,86 +382,3 @@ class KnownSequences:
     def _exact(self, part: Tensor, shape: Iterable[int]) -> bool:
         sizes = [(x, y) for x, y in zip(part.shape, shape, strict=True) if x != y]
         return all(size == (self._here, self._length) for size in sizes)
-
-
-def _with_counts(
-    func: Callable[..., Any], found: Any, args: tuple, kwargs: dict, used: Callable[[], None]
-) -> Any:
-    """Sizes of a tensor, those that count positions as such."""
-    x = args[0] if args else kwargs["self"]
-    if not is_marked(x):
-        return found
-    shape = whole_shape(x)
-    if isinstance(found, torch.Size):
-        return torch.Size(count(*each, used) for each in zip(found, shape, strict=True))
-    if func is Tensor.size:
-        dim = kwargs.get("dim", *args[1:])
-        return count(found, shape[dim], used)
-    if func in _SIZES:
-        return count(found, torch.Size(shape).numel(), used)
-    return found
-
-
-def _whole(x: Any) -> Any:
-    """What an argument of a function is with all positions."""
-    found = whole_of(x)
-    return whole_number(x) if found is None else found.tensor
-
-
-def _wholes(arguments: Any) -> Any:
-    """Arguments of a function for all positions."""
-    return _changed(arguments, _whole)
-
-
-def _changes(func: Callable[..., Any]) -> bool:
-    """Whether a function changes its first argument."""
-    name = getattr(func, "__name__", "")
-    return name in _DUNDERS_IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-
-
-def _has_effects(func: Callable[..., Any]) -> bool:
-    """Whether a function is none of torch's on tensors, but a collective, or an operator of whoever
-    registered it."""
-    module = getattr(func, "__module__", None) or ""
-    return module.startswith(("torch.distributed", "torch._ops", "weft."))
-
-
-def _stands_for_a_mask(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_meta and hasattr(x, "weft_pattern")
-
-
-def _counts(values: Any) -> bool:
-    """Whether an integer among them counts positions."""
-    if isinstance(values, tuple | list):
-        return any(map(_counts, values))
-    if isinstance(values, dict):
-        return any(map(_counts, values.values()))
-    if isinstance(values, slice):
-        return any(map(_counts, (values.start, values.stop, values.step)))
-    return isinstance(values, PositionCount)
-
-
-def _changed(values: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(values, tuple | list):
-        return type(values)([_changed(value, change) for value in values])
-    if isinstance(values, dict):
-        return {key: _changed(value, change) for key, value in values.items()}
-    if isinstance(values, slice):
-        return slice(*(change(x) for x in (values.start, values.stop, values.step)))
-    return change(values)
-
-
-class OnWholes(TorchFunctionMode):
-    """Within this context functions take what is known for all positions in place of its part.
-    `used`: told that there is such."""
-
-    def __init__(self, used: Callable[[], None]):
-        super().__init__()
-        self._used = used
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        if any(is_marked(x) and whole_of(x) is not None for x in tensors_of((args, kwargs))):
-            self._used()
-        return func(*_wholes(args), **_wholes(kwargs or {}))

@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from weft.core import UnsupportedModel
 from weft.nn import AttentionPattern
 
 from ..microbatch import SequenceInfo
-from .known_sequences import KnownSequences, OnWholes
+from .followed_calls import wholes
+from .known_sequences import KnownSequences
+from .whole_marks import is_marked, tensors_of, whole_of
 
 
 def rule_of(
@@ -57,9 +60,9 @@ def rule_of(
     def seen(q: Tensor, k: Tensor) -> Tensor:
         sample = torch.arange(samples, device=q.device).view(-1, 1, 1, 1)
         # what the model has made of its batch
-        wholes = nullcontext() if known is None else OnWholes(known.use)
+        whole = nullcontext() if known is None else OnWholes(known.use)
         try:
-            with wholes:
+            with whole:
                 found: Tensor = mask_function(sample, sample.new_zeros(()), q, k)
         except IndexError as error:
             raise refusal from error
@@ -87,3 +90,28 @@ def whole_mask(placeholder: Tensor, queries: Tensor, length: int) -> Tensor:
         added = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
         seen = added.masked_fill_(~seen, torch.finfo(dtype).min)
     return seen.expand(placeholder.shape[0], *seen.shape[1:])
+
+
+def added_to_scores(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask of this rank's queries with all keys, as what is added to scores [b or 1, heads or 1,
+    queries here or 1, all keys]."""
+    if rows.dtype == torch.bool:
+        zeros = torch.zeros(rows.shape, dtype=dtype, device=rows.device)
+        rows = zeros.masked_fill_(~rows, -torch.inf)
+    return rows[(None,) * (4 - rows.ndim)]
+
+
+class OnWholes(TorchFunctionMode):
+    """Within this context functions take what is known for all positions in place of its part.
+    `used`: told that there is such."""
+
+    def __init__(self, used: Callable[[], None]):
+        super().__init__()
+        self._used = used
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if any(is_marked(x) and whole_of(x) is not None for x in tensors_of((args, kwargs))):
+            self._used()
+        return func(*wholes(args), **wholes(kwargs or {}))

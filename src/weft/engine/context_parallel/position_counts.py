@@ -33,10 +33,13 @@ class PositionCount(int):
         return int, (int(self),)
 
     def __eq__(self, other: object) -> bool:
-        same = int(self) == other
-        if same and isinstance(other, PositionCount) and self.whole != other.whole:
+        if isinstance(other, PositionCount):
+            same, here = self.whole == other.whole, int(self) == int(other)
+        else:  # an integer of no position, or one that was not followed
+            here = int(self) == other
+            same = here or self.whole == other
+        if same != here:
             self.used()
-            return False
         return same
 
     def __float__(self) -> float:

@@ -28,7 +28,6 @@ from weft.nn import (
     AttentionPattern,
     PositionNumbers,
     Randomness,
-    check_padding,
     documents_of,
     model_arguments,
     named_inputs,
@@ -38,12 +37,14 @@ from weft.nn import (
 from weft.parallel import Crossing, Mesh, all_gather, no_sequence
 
 from ..microbatch import Batch, MicroBatch, SequenceInfo
+from .batch_part import part_of_batch
 from .counts_by_size import CountsBySize
 from .followed_forwards import FollowedForwards
 from .known_sequences import KnownSequences
-from .mask_rules import mask_placeholder, rule_of, whole_mask
+from .mask_rules import added_to_scores, mask_placeholder, rule_of, whole_mask
+from .position_counts import PositionCount
 from .ring_attention import KeyBlocks, Span, attend_blocks
-from .whole_marks import is_marked, set_whole, set_whole_shape, whole_of
+from .whole_marks import is_marked, set_alike, set_whole, set_whole_shape, whole_of
 
 
 class MaskOfOwnKeys(UnsupportedModel):
@@ -80,6 +81,8 @@ class ContextParallel:
         self.follows = True  # outside of graphs and losses
         self.forwards = FollowedForwards()
         self.graphs: tuple[str, ...] = ()  # modules that are compiled
+        # told of queries, keys and values of calls of attention in a forward that is followed
+        self.attends: Callable[[Tensor, Tensor, Tensor], None] = lambda *tensors: None
 
     def __bool__(self) -> bool:
         return self.size > 1
@@ -95,58 +98,11 @@ class ContextParallel:
 
     def cut(self, batch: Batch) -> MicroBatch:
         """This rank's part of every entry [b, s, ...] whose s is that of the first input."""
-        arguments = model_arguments(self.inputs, batch)
         if not self:
-            return MicroBatch(batch, arguments)
+            return MicroBatch(batch, model_arguments(self.inputs, batch))
         length = self.length(batch)
-        first = next(
-            value for value in batch.values() if value.ndim > 1 and value.shape[1] == length
-        )
-        samples, device = first.shape[0], first.device
-        given = {key: batch[key] for key in self.inputs if key in batch}
-        positions, padding = given.get("position_ids"), given.get("attention_mask")
-        documents = None
-        if padding is not None:
-            check_padding(padding)
-        elif {"attention_mask", "position_ids"} <= {*self.names}:
-            # transformers would else take a jump of position_ids for the beginning of a document
-            ones = torch.ones(samples, length, dtype=torch.long, device=device)
-            arguments["attention_mask"] = given["attention_mask"] = ones
-            documents = documents_of(positions) if positions is not None else None
-            if documents is not None:
-                documents = documents.expand(samples, length)
-        if positions is None and "position_ids" in self.names:
-            counted = self._numbers(samples, length, device, given.get("input_ids"))
-            arguments["position_ids"] = given["position_ids"] = counted
-        for name in self.names:  # of another input, as decoder_position_ids
-            ids = given.get(f"{name.removesuffix('position_ids')}input_ids")
-            if not name.endswith("position_ids") or name in given or ids is None:
-                continue
-            if ids.shape == (samples, length):
-                counted = self._numbers(samples, length, device, ids)
-                arguments[name] = given[name] = counted
-        wholes = {
-            key: value
-            for key, value in given.items()
-            if value.shape == (samples, length) and not value.is_floating_point()
-        }
-        valid = padding.bool() if padding is not None else None
-        if valid is not None and bool(valid.all()):
-            valid = None
-        mine = self.positions(length, device)
-
-        def part(entries: dict[str, Any]) -> dict[str, Any]:
-            return {key: share(value) for key, value in entries.items()}
-
-        def has_positions(value: Any) -> bool:
-            return isinstance(value, Tensor) and value.ndim > 1 and value.shape[1] == length
-
-        def share(value: Any) -> Any:
-            return value[:, mine] if has_positions(value) else value
-
-        parted = tuple(key for key, value in arguments.items() if has_positions(value))
-        info = SequenceInfo(length, wholes, documents, valid, parted)
-        return MicroBatch(part(batch), part(arguments), info)
+        mine = self.positions(length, next(iter(batch.values())).device)
+        return part_of_batch(batch, self.inputs, self.names, self._numbers, length, mine)
 
     def positions(self, length: int, device: torch.device) -> Tensor:
         """Which positions this rank has, in the order of its rows. Raises LayoutError."""
@@ -172,16 +128,19 @@ class ContextParallel:
         self.randomness.rows, self.randomness.length = mine, now.length
         every = torch.arange(now.length, device=device)
         made = partial(whole_mask, queries=every, length=now.length)
-        if "position_ids" not in self.names:
+        if "position_ids" not in micro.arguments:
             self.counts = CountsBySize(mine)
         if self._plan.staging is None:  # a stage receives tensors of which nothing is known
             self.known = self.forwards.begin(micro, mine, made, self.counts)
         if self.known is None:
             return
-        for name in now.parted:
-            x, whole = micro.arguments[name], now.wholes.get(name)
-            if is_marked(x):
+        for name, x in micro.arguments.items():
+            if not isinstance(x, Tensor) or is_marked(x):
                 continue  # since its forward, which may have changed what it was given
+            if name not in now.parted:
+                set_alike(x)
+                continue
+            whole = now.wholes.get(name)
             set_whole_shape(x, (x.shape[0], now.length, *x.shape[2:]))
             if whole is not None:
                 set_whole(x, whole.clone())
@@ -245,7 +204,8 @@ class ContextParallel:
         pattern = self.pattern(query, key, attn_mask, is_causal)
         bias = None
         if self.known is not None and attn_mask is not None and not attn_mask.is_meta:
-            bias = self.known.added_to_scores(attn_mask, query.dtype)
+            rows = self.known.rows(attn_mask)
+            bias = None if rows is None else added_to_scores(rows, query.dtype)
         if self.heads and bias is not None:
             problem = f"attention is given a mask {list(bias.shape)} of its own, for all heads"
             fix = f"use cp+ring or cp+gather in place of {self.heads[0]}"
@@ -294,7 +254,7 @@ class ContextParallel:
         def refuse(problem: str, fix: str) -> UnsupportedModel:
             return UnsupportedModel("layout", str(self.layout), problem, fix)
 
-        if query.ndim != 4 or query.shape[2] * self.size != self.now.length:
+        if query.ndim != 4 or not self.are_parts(query):
             raise refuse(
                 f"attention of {list(query.shape)}, which is not [samples, heads, positions here,"
                 " width]",
@@ -325,6 +285,20 @@ class ContextParallel:
             )
         found: AttentionPattern = pattern
         return found
+
+    def are_parts(self, query: Tensor) -> bool:
+        """Whether queries [.., .., s, ..] are as many as this rank has positions."""
+        return query.shape[2] * self.size == self.now.length
+
+    def masks(self, queries: int) -> bool:
+        """Whether a mask for so many queries here is for a part of a sequence, and not for what is
+        known to be of no position."""
+        if self.known is None or isinstance(queries, PositionCount):
+            return self.now.length > 0
+        if queries * self.size == self.now.length:
+            return True
+        self.known.use()
+        return False
 
     def _check_heads(self, query: Tensor, key: Tensor, axis: str, size: int) -> None:
         heads, kv = query.shape[1], key.shape[1]

@@ -33,9 +33,9 @@ class Whole:
 
 def set_whole(part: Tensor, whole: Tensor | Whole) -> Tensor:
     """From now on `part` is a part of `whole`."""
-    whole = Whole(tuple(whole.shape), whole) if isinstance(whole, Tensor) else whole
+    whole = Whole(_sizes(whole), whole) if isinstance(whole, Tensor) else whole
     part.weft_whole = whole, part.grad_fn  # type: ignore[attr-defined]
-    if is_plain(part) and tuple(part.shape) != whole.shape:
+    if is_plain(part) and _sizes(part) != whole.shape:
         _layouts(part)[_layout(part)] = whole.shape
     return part
 
@@ -56,13 +56,33 @@ def is_alike(x: Tensor) -> bool:
     return getattr(x, "weft_alike", False) and not _forgotten(x)
 
 
+def set_fixed(x: Tensor, fixed: bool = True) -> Tensor:
+    """From now on `x` and its views are of no position, as what is made of an image and weights; or
+    they may be of some."""
+    if is_plain(x):
+        x.untyped_storage().weft_fixed = fixed  # type: ignore[attr-defined]
+    return x
+
+
+def is_fixed(x: Tensor) -> bool:
+    """Whether it is known to be of no position. Its values may need a gradient."""
+    if is_marked(x):  # a slice of a sequence, or a sum over a part, may have its whole shape
+        return False
+    return is_alike(x) or (is_plain(x) and getattr(x.untyped_storage(), "weft_fixed", False))
+
+
+def copy_mark(part: Tensor, fixed: bool, shape: tuple[int, ...]) -> Tensor:
+    """A copy of what was known to be of no position, or had this shape with all positions."""
+    return set_fixed(part) if fixed else set_whole_shape(part, shape)
+
+
 def whole_of(part: Any) -> Whole | None:
     """What this is a part of, where it is known on this rank. Of no position: a copy, for others
     may share its memory."""
     if not isinstance(part, Tensor):
         return None
     if is_alike(part):
-        return Whole(tuple(part.shape), part.clone)
+        return Whole(_sizes(part), part.clone)
     whole, made_by = getattr(part, "weft_whole", (None, None))
     # an autograd.Function, as FSDP2 calls around a unit, gives its result a gradient afterwards,
     # which the whole one does not have
@@ -76,7 +96,7 @@ def whole_shape(part: Tensor) -> tuple[int, ...]:
     whole, _ = getattr(part, "weft_whole", (None, None))
     if whole is not None:
         return whole.shape  # type: ignore[no-any-return]
-    shape = tuple(part.shape)
+    shape = _sizes(part)
     if not is_plain(part) or part._base is None:
         return shape
     return _layouts(part).get(_layout(part), shape)
@@ -84,12 +104,14 @@ def whole_shape(part: Tensor) -> tuple[int, ...]:
 
 def is_marked(part: Tensor) -> bool:
     """Whether anything is known of it."""
-    return hasattr(part, "weft_whole") or whole_shape(part) != tuple(part.shape)
+    return hasattr(part, "weft_whole") or whole_shape(part) != _sizes(part)
 
 
 def dims_of_positions(part: Tensor) -> list[int]:
     """The dims that are longer with all positions."""
-    return [d for d, (x, y) in enumerate(zip(part.shape, whole_shape(part), strict=True)) if x != y]
+    return [
+        d for d, (x, y) in enumerate(zip(_sizes(part), whole_shape(part), strict=True)) if x != y
+    ]
 
 
 def forget_values(part: Tensor) -> None:
@@ -122,6 +144,11 @@ def tensors_of(values: Any) -> Iterator[Tensor]:
             yield from tensors_of(value)
 
 
+def _sizes(x: Tensor) -> tuple[int, ...]:
+    """Its shape; where a forward is followed, sizes would be those of all positions too."""
+    return tuple(map(int, x.shape))
+
+
 def _layouts(part: Tensor) -> dict[tuple, tuple[int, ...]]:
     base: Any = part if part._base is None else part._base
     if not hasattr(base, "weft_layouts"):
@@ -130,4 +157,4 @@ def _layouts(part: Tensor) -> dict[tuple, tuple[int, ...]]:
 
 
 def _layout(part: Tensor) -> tuple:
-    return part.storage_offset(), tuple(part.shape), part.stride()
+    return part.storage_offset(), _sizes(part), part.stride()

@@ -1,0 +1,147 @@
+"""Under cp every rank has a whole image, and the features that it puts in place of its own tokens
+are those of one device. The first batch, which the trial runs, has no image."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import weft
+from weft.launch.local_workers import Pool
+from weft.nn.losses import next_token
+
+VOCAB, LENGTH, WIDTH, SAMPLES, IMAGE, STEPS = 67, 16, 32, 8, 7, 3
+
+
+class Attention(nn.Module):
+    """`causal`: of text; else of an image, or of text to one."""
+
+    def __init__(self, causal: bool, dropout: float) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.out, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
+        self.causal = causal
+
+    def forward(self, x: Tensor, to: Tensor) -> Tensor:
+        q, k, v = (
+            y.unflatten(-1, (4, 8)).transpose(1, 2)
+            for y in (self.q(x), *self.kv(to).chunk(2, dim=-1))
+        )
+        p = self.dropout.p if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=self.causal)
+        return x + self.dropout(self.out(y.transpose(1, 2).flatten(2)))
+
+
+class Net(nn.Module):
+    """Sees `patches` of an image in place of as many tokens, and again in its own attention."""
+
+    def __init__(
+        self, put: Callable[[Net, Tensor, Tensor, Tensor], Tensor], patches: int, dropout: float
+    ):
+        super().__init__()
+        self.put, self.tokens = put, nn.Embedding(VOCAB, WIDTH)
+        self.patch, self.numbers = nn.Linear(12, WIDTH), nn.Embedding(patches, WIDTH)
+        self.tower, self.crossing = Attention(False, dropout), Attention(False, dropout)
+        self.blocks = nn.ModuleList(Attention(True, dropout) for _ in range(2))
+        self.places = nn.Embedding(LENGTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB)
+        self.register_buffer("number", torch.arange(patches))
+
+    def forward(self, input_ids: Tensor, picture: Tensor) -> Tensor:
+        image = self.patch(picture) + self.numbers(self.number)
+        image = self.tower(image, image)
+        x, where = self.tokens(input_ids), input_ids == IMAGE
+        if where.any():
+            x = self.put(self, x, where, image)
+        x = x + self.places(torch.arange(x.shape[1]))
+        for block in self.blocks:
+            x = block(x, x)
+        return self.head(self.crossing(x, image))
+
+
+def by_masked_scatter(net: Net, x: Tensor, where: Tensor, image: Tensor) -> Tensor:
+    wide = where.unsqueeze(-1).expand_as(x)
+    if x[wide].numel() != image.numel():
+        raise ValueError(f"{int(where.sum())} tokens stand for {image.shape} features")
+    return x.masked_scatter(wide, image)
+
+
+def in_place(net: Net, x: Tensor, where: Tensor, image: Tensor) -> Tensor:
+    return x.clone().masked_scatter_(where.unsqueeze(-1), image)
+
+
+def by_index(net: Net, x: Tensor, where: Tensor, image: Tensor) -> Tensor:
+    x = x.clone()
+    x[where] = image.flatten(0, 1)
+    return x
+
+
+def added(net: Net, x: Tensor, where: Tensor, image: Tensor) -> Tensor:
+    """As features of a deeper layer (Qwen3-VL)."""
+    x = x.clone()
+    x[where, :] = x[where, :].clone() + image.flatten(0, 1)
+    return x
+
+
+def counted(net: Net, x: Tensor, where: Tensor, image: Tensor) -> Tensor:
+    """Each token looks its feature up (Idefics 3)."""
+    found, order = torch.zeros_like(x), where.cumsum(-1) - 1
+    sample = torch.arange(len(x)).unsqueeze(1).expand_as(order)
+    found[where] = image[sample[where], order[where], :]
+    return torch.where(where.unsqueeze(-1), found, x)
+
+
+def batch_of(step: int, patches: int) -> dict[str, Tensor]:
+    """Of the first batch no token stands for an image; of others, at another place in each
+    sample."""
+    draw = torch.Generator().manual_seed(step)
+    ids = torch.randint(IMAGE + 1, VOCAB, (SAMPLES, LENGTH), generator=draw)
+    labels = torch.randint(0, VOCAB, ids.shape, generator=draw)
+    for row, sample in enumerate(ids if step else ()):
+        first = (3 * row) % (LENGTH - patches + 1)
+        sample[first : first + patches] = IMAGE
+    picture = torch.randn(SAMPLES, patches, 12, generator=draw, dtype=torch.float64)
+    return {"input_ids": ids, "picture": picture, "labels": labels}
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.5)
+
+
+def losses(put: str, patches: int, dropout: float, layout: str) -> list[float]:
+    torch.manual_seed(0)
+    model = Net(PUTS[put], patches, dropout).double()
+    plan = weft.plan(
+        model,
+        layout,
+        batch=SAMPLES,
+        accumulate=2 if layout == "cp2" else 1,
+        loss=next_token,
+        precision="fp64",
+        inputs=("input_ids", "picture"),
+    )
+    engine = weft.Engine(model, plan, optimizer=sgd, loss=next_token, device="cpu")
+    batches = (batch_of(step, patches) for step in range(STEPS))
+    return [float(engine.step(engine.local(batch)).loss) for batch in batches]
+
+
+PUTS = {each.__name__: each for each in (by_masked_scatter, in_place, by_index, added, counted)}
+
+
+@pytest.mark.grid(6, ci=6)
+@pytest.mark.parametrize("layout", ["cp2", "cp2+gather", "fsdp2.cp2"])
+@pytest.mark.parametrize(("patches", "dropout"), [(5, 0.2), (LENGTH // 2, 0.2)])
+@pytest.mark.parametrize("put", PUTS)
+def test_it_equals_one_device(
+    pool: Pool, put: str, patches: int, dropout: float, layout: str
+) -> None:
+    """Also where an image has as many patches as a rank has positions."""
+    alone = pool.run(losses, put, patches, dropout, "dp1", world=1)[0]
+    world = weft.Layout.parse(layout).world
+    found = pool.run(losses, put, patches, dropout, layout, world=world)[0]
+    assert found == pytest.approx(alone, rel=1e-9)
