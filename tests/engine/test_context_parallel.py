@@ -1069,8 +1069,8 @@ def followed(make: Callable[[], nn.Module], batches: list[dict[str, Tensor]]) ->
     )
     begin, steps = engine.sequence.begin, list[list[bool]]()
 
-    def noted(micro: Any) -> None:
-        begin(micro)
+    def noted(micro: Any, model: nn.Module) -> None:
+        begin(micro, model)
         steps[-1].append(engine.sequence.known is not None)
 
     engine.sequence.begin = noted  # type: ignore[method-assign]

@@ -393,7 +393,7 @@ def _rows_of(
     if rows is None or not (is_marked(given) or is_fixed(given)):
         return rows, None
     dims = dims_of_positions(given)
-    if 0 in dims and len(randomness.samples) > 1 and len(given) == len(rows):
+    if 0 in dims and not _are_samples_and_positions(randomness, given, rows):
         problem = f"its dim 0 counts positions: a mask of {list(whole_shape(given))} for all"
         problem += " samples, of which each rank would draw others"
         raise UnsupportedModel("dropout", list(given.shape), problem, "use dp or fsdp")
@@ -406,6 +406,12 @@ def _rows_of(
     if any(size % len(rows) == 0 for size in given.shape):
         known.use()
     return None, None  # as many of something else as positions here are none of these
+
+
+def _are_samples_and_positions(randomness: Randomness, given: Tensor, rows: Tensor) -> bool:
+    samples = max(1, len(randomness.samples))
+    own, whole = samples * len(rows), samples * randomness.length
+    return (len(given), whole_shape(given)[0]) == (own, whole)
 
 
 def _factors(randomness: Randomness, p: float) -> Callable[..., Tensor]:

@@ -270,7 +270,7 @@ class TrialRun:
         self._length, device = length, self._mesh.device
         self._positions = self._own_positions(length)
         if self._sequence is not None:
-            self._sequence.begin(micro)
+            self._sequence.begin(micro, model)
         inside: list[str] = []
         backward = False
         try:

@@ -25,12 +25,15 @@ from .whole_marks import (
 def attends_alone(
     sequence: ContextParallel, known: KnownSequences, query: Tensor, key: Tensor, value: Tensor
 ) -> bool:
-    """Whether the keys [b, heads, s, d] are known to be of no position."""
+    """Whether the keys [b, heads, s, d] are of no position, and the queries of this rank's or of
+    none. Others are of some positions, as of the first two, which are others on each rank."""
     sequence.attends(query, key, value)
-    if key.ndim != 4 or 2 in dims_of_positions(key):
+    if key.ndim != 4 or query.ndim != 4 or 2 in dims_of_positions(key):
         return False
-    if not is_fixed(key) and (is_marked(key) or sequence.are_parts(key)):
-        return False  # of some positions, as the first two; or an operator was not followed
+    lost = not is_marked(key) and not sequence.are_parts(key)  # an operator is not followed
+    own = is_marked(query) and 2 not in dims_of_positions(query)
+    if own or not (is_fixed(key) or lost):
+        return False
     known.use()
     return True
 
@@ -39,8 +42,9 @@ def attend_alone(
     core: Callable[..., Tensor], randomness: Randomness, query: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     """`core`, whose weights [samples, heads, queries, keys] are dropped as on one device."""
-    rows = (None, None) if is_fixed(query) else (randomness.rows, 2)
-    with drawn_in(randomness, *rows):
+    rows = randomness.rows
+    here = rows is not None and not is_fixed(query) and query.shape[2] == len(rows)
+    with drawn_in(randomness, *((rows, 2) if here else (None, None))):
         return core(query, *args, **kwargs)
 
 
@@ -57,6 +61,6 @@ def drawn_in(randomness: Randomness, rows: Tensor | None, dim: int | None) -> It
 
 def attended_alone(out: Tensor, query: Tensor, *_: Any, **__: Any) -> Tensor:
     """What attention gave for queries of positions, or of none."""
-    if is_fixed(query):
-        return set_fixed(out)
-    return set_whole_shape(out, (*whole_shape(query)[:-1], out.shape[-1]))
+    if is_marked(query):
+        return set_whole_shape(out, (*whole_shape(query)[:-1], out.shape[-1]))
+    return set_fixed(out) if is_fixed(query) else out

@@ -41,9 +41,11 @@ def part_of_batch(
     given = {key: batch[key] for key in inputs if key in batch}
     positions, padding = given.get("position_ids"), given.get("attention_mask")
     documents = None
-    # where an image enters, a model may number its tokens otherwise
+    # where an image enters, or the like, a model may number its tokens otherwise
     counted = "position_ids" in names and all(
-        has_positions(value) for value in arguments.values() if isinstance(value, Tensor)
+        has_positions(value)
+        for value in arguments.values()
+        if isinstance(value, Tensor) and value.ndim > 1
     )
     if padding is not None:
         check_padding(padding)
@@ -66,7 +68,7 @@ def part_of_batch(
     wholes = {
         key: value
         for key, value in given.items()
-        if value.shape == (samples, length) and not value.is_floating_point()
+        if value.shape[:2] == (samples, length) and not value.is_floating_point()
     }
     valid = padding.bool() if padding is not None else None
     if valid is not None and bool(valid.all()):

@@ -3,7 +3,7 @@ positions they make the part of what they make of the whole."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -54,11 +54,31 @@ def _takes_all_positions(x: Tensor, index: Any) -> bool:
     each = index if isinstance(index, tuple) else (index,)
     if not all(i is None or i is Ellipsis or _is_fixed_slice(i) for i in each):
         return False
-    slices = [i for i in each if i is not None]
-    before = slices.index(Ellipsis) if Ellipsis in slices else len(slices)
-    after = slices[before + 1 :]
-    taken = dict(enumerate(slices[:before])) | dict(enumerate(after, x.ndim - len(after)))
+    taken = _by_dim(x, each)
     return all(taken.get(dim, slice(None)) == slice(None) for dim in dims_of_positions(x))
+
+
+def numbers_positions(x: Tensor, index: Any) -> bool:
+    """Whether an index has a number in a dim of positions, or a slice between numbers."""
+    each = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(i, Tensor | list) for i in each):
+        return False
+    taken = _by_dim(x, each)
+    return any(_is_number(taken.get(dim)) for dim in dims_of_positions(x))
+
+
+def _by_dim(x: Tensor, index: Iterable[Any]) -> dict[int, Any]:
+    """What an index without tensors takes of each dim."""
+    taken = [i for i in index if i is not None]
+    before = taken.index(Ellipsis) if Ellipsis in taken else len(taken)
+    after = taken[before + 1 :]
+    return dict(enumerate(taken[:before])) | dict(enumerate(after, x.ndim - len(after)))
+
+
+def _is_number(index: Any) -> bool:
+    if isinstance(index, slice):
+        return any(bound and _is_number(bound) for bound in (index.start, index.stop))
+    return isinstance(index, int) and not isinstance(index, PositionCount)
 
 
 def _is_fixed_slice(index: Any) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .position_counts import PositionCount, count, whole_number
 from .whole_marks import is_fixed, is_marked, whole_of, whole_shape
@@ -42,9 +42,9 @@ def counted_shape(x: Tensor, used: Callable[[], None]) -> torch.Size:
 
 
 def are_fixed(tensors: Iterable[Tensor]) -> bool:
-    """Whether what unmarked tensors give is of no position: one of them is known to be, or holds
-    integers, and the others are weights and buffers."""
-    return any(is_fixed(x) or not x.is_floating_point() for x in tensors)
+    """Whether there are any, and all are weights or known to be of no position."""
+    given = [*tensors]
+    return bool(given) and all(is_fixed(x) or isinstance(x, nn.Parameter) for x in given)
 
 
 def whole_argument(x: Any) -> Any:

@@ -17,7 +17,8 @@ from .known_sequences import KnownSequences
 class FollowedForwards:
     """Of one model on one rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, layout: str) -> None:
+        self._layout = layout
         self._shapes = FollowedShapes()
         self._first: dict[Hashable, KnownSequences] = {}
 
@@ -34,7 +35,7 @@ class FollowedForwards:
         key = micro.signature, now.valid is None, now.documents is None, torch.is_grad_enabled()
         first = self._first.get(key)
         if first is None:
-            first = KnownSequences(now.length, mine, self._shapes, made, counts)
+            first = KnownSequences(now.length, mine, self._shapes, made, counts, self._layout)
             self._first[key] = first
             return first
         first.begin()

@@ -14,7 +14,7 @@ Values for pairs of positions [..., s, s] are made whole on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,7 @@ from .followed_calls import (
 )
 from .followed_shapes import FollowedShapes
 from .masked_values import PICKS, SCATTERS, MaskedValues, masked_index
+from .own_positions import OwnPositions
 from .own_reads import OwnReads
 from .position_counts import whole_number
 from .whole_marks import (
@@ -91,6 +92,7 @@ class KnownSequences:
         shapes: follows the shapes of activations.
         made: (placeholder of a mask) -> the mask for all positions.
         counts: what numbers positions where nothing is followed.
+        layout: which is refused where a rank cannot know its own positions.
 
     Attributes:
         used: whether anything was other than it would be if nothing were followed. If not, the
@@ -105,11 +107,12 @@ class KnownSequences:
         shapes: FollowedShapes,
         made: Callable[[Tensor], Tensor],
         counts: CountsBySize | None = None,
+        layout: str = "",
     ):
-        self._length, self._mine, self._here = length, mine, len(mine)
+        self._own = OwnPositions(length, mine)
         self._shapes, self._made, self._counts = shapes, made, counts
         self.used, self.own_reads = False, OwnReads()
-        self._masked = MaskedValues(self._cut, self.use)
+        self._masked = MaskedValues(layout, self._own.cut, self.use)
 
     def begin(self) -> None:
         """Another forward of the same shapes begins."""
@@ -150,7 +153,7 @@ class KnownSequences:
         if func in SCATTERS and (made := self._masked.scattered(func, *args, **kwargs)) is not None:
             return made
         if len(known) < len(tensors):
-            args = self._masked.own_rows(func, name.strip("_"), args)
+            args = self._masked.own_rows(func, args)
         if changes_first(func):
             return self._in_place(args[0], func, args, kwargs)
         if whole_of(kwargs.get("out")) is not None:
@@ -184,11 +187,11 @@ class KnownSequences:
     def mark(self, made: Any, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Note the shape with all positions of what `func` gave, or that it is of none."""
         given = [*tensors_of((args, kwargs))]
-        if are_fixed(given) and not any(map(is_marked, given)):
+        if any(map(is_marked, given)) or counts_positions((args, kwargs)):
+            self._shapes.mark(made, func, args, kwargs)
+        elif are_fixed(given):
             for x in tensors_of(made):
                 set_fixed(x)
-        else:
-            self._shapes.mark(made, func, args, kwargs)
         return made
 
     def drawn(self, made: Any, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -209,7 +212,7 @@ class KnownSequences:
         if last not in dims or not {*dims} <= {last - 1, last}:
             return None
         self.use()
-        return self._cut(whole.tensor, [dim for dim in dims if dim != last])
+        return self._own.cut(whole.tensor, [dim for dim in dims if dim != last])
 
     # ---- what is computed of them ----------------------------------------------------------------
 
@@ -260,7 +263,7 @@ class KnownSequences:
         if not stands_for_a_mask(x):
             return x
         whole = self._made(x)  # [samples, 1, positions, positions]
-        return set_whole(self._cut(whole, (2, 3)), whole)
+        return set_whole(self._own.cut(whole, (2, 3)), whole)
 
     def _looked_up(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Places in the whole sequence are none in the part."""
@@ -324,15 +327,15 @@ class KnownSequences:
         try:
             made = func(*args, **kwargs)
         except _NO_WHOLE:
-            if not self._exact(target, whole.shape):
+            if not self._own.are_all(target, whole.shape):
                 raise
             made = None if func is Tensor.__setitem__ else target  # it takes all positions at once
         with torch.no_grad():
-            if self._exact(target, whole.shape):
-                target.copy_(self._cut(changed, dims_of_positions(target)))
+            if self._own.are_all(target, whole.shape):
+                target.copy_(self._own.cut(changed, dims_of_positions(target)))
             elif isinstance(base, Tensor) and (known := whole_of(base)) is not None:
                 # slices of a part are of other positions
-                base.copy_(self._cut(known.tensor, dims_of_positions(base)))
+                base.copy_(self._own.cut(known.tensor, dims_of_positions(base)))
         return made
 
     def _is_the_part(
@@ -345,7 +348,9 @@ class KnownSequences:
         if part.ndim != whole.ndim or part.shape == whole.shape:
             return False
         attribute = getattr(func, "__name__", "") == "__get__"  # as x.T or x.data
-        return (attribute or by_position(func, args, kwargs)) and self._exact(part, whole.shape)
+        return (attribute or by_position(func, args, kwargs)) and self._own.are_all(
+            part, whole.shape
+        )
 
     def _same_unfollowed(
         self, found: Any, func: Callable[..., Any], args: tuple, kwargs: dict
@@ -366,19 +371,13 @@ class KnownSequences:
             return set_fixed(whole) if whole.requires_grad else set_alike(whole)
         if part.ndim != whole.ndim:
             return part
-        if not self._exact(part, whole.shape):
+        if not self._own.are_all(part, whole.shape):
+            rows = self._masked.rows(part, whole)
+            if rows is not None:
+                return set_whole(whole[rows], whole)
             return set_whole(part, whole)  # a slice, from which a sequence may come again
         dims = [d for d, (x, y) in enumerate(zip(part.shape, whole.shape, strict=True)) if x != y]
-        mine = self._cut(whole, dims)
+        mine = self._own.cut(whole, dims)
         if part._base is not None and torch.allclose(part, mine, 0, 0, equal_nan=True):
             mine = part  # a view: what is written through it is to be seen
         return set_whole(mine, whole)
-
-    def _cut(self, whole: Tensor, dims: Iterable[int]) -> Tensor:
-        for dim in dims:
-            whole = whole.index_select(dim, self._mine.to(whole.device))
-        return whole
-
-    def _exact(self, part: Tensor, shape: Iterable[int]) -> bool:
-        sizes = [(x, y) for x, y in zip(part.shape, shape, strict=True) if x != y]
-        return all(size == (self._here, self._length) for size in sizes)

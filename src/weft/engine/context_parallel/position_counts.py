@@ -42,6 +42,11 @@ class PositionCount(int):
             self.used()
         return same
 
+    def __bool__(self) -> bool:
+        if bool(self.whole) != (int(self) != 0):
+            self.used()
+        return bool(self.whole)
+
     def __float__(self) -> float:
         """Of the whole, as `math.sqrt` takes it too; `math.log` reads the integer itself."""
         self.used()

@@ -44,7 +44,7 @@ from .known_sequences import KnownSequences
 from .mask_rules import added_to_scores, mask_placeholder, rule_of, whole_mask
 from .position_counts import PositionCount
 from .ring_attention import KeyBlocks, Span, attend_blocks
-from .whole_marks import is_marked, set_alike, set_whole, set_whole_shape, whole_of
+from .whole_marks import is_marked, set_alike, set_fixed, set_whole, set_whole_shape, whole_of
 
 
 class MaskOfOwnKeys(UnsupportedModel):
@@ -79,7 +79,7 @@ class ContextParallel:
         self.known: KnownSequences | None = None
         self.counts: CountsBySize | None = None
         self.follows = True  # outside of graphs and losses
-        self.forwards = FollowedForwards()
+        self.forwards = FollowedForwards(str(plan.layout))
         self.graphs: tuple[str, ...] = ()  # modules that are compiled
         # told of queries, keys and values of calls of attention in a forward that is followed
         self.attends: Callable[[Tensor, Tensor, Tensor], None] = lambda *tensors: None
@@ -118,8 +118,8 @@ class ContextParallel:
     def _spans(self, length: int) -> list[list[Span]]:
         return zigzag_spans(length, self.mesh.size(*self.keys) if self.keys else 1)
 
-    def begin(self, micro: MicroBatch) -> None:
-        """What runs from now on is of this microbatch, a part of what `cut` gave."""
+    def begin(self, micro: MicroBatch, model: nn.Module) -> None:
+        """What runs from now on is of this microbatch, a part of what `cut` gave, in this model."""
         if not self:
             return
         self.now = now = micro.sequence
@@ -134,11 +134,14 @@ class ContextParallel:
             self.known = self.forwards.begin(micro, mine, made, self.counts)
         if self.known is None:
             return
+        for buffer in model.buffers():
+            set_fixed(buffer)
         for name, x in micro.arguments.items():
             if not isinstance(x, Tensor) or is_marked(x):
                 continue  # since its forward, which may have changed what it was given
             if name not in now.parted:
                 set_alike(x)
+                self.known.use()  # another batch may go through other parts of the model
                 continue
             whole = now.wholes.get(name)
             set_whole_shape(x, (x.shape[0], now.length, *x.shape[2:]))

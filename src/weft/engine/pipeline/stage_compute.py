@@ -101,7 +101,7 @@ class InferenceCompute:
 
     def before(self, action: Action) -> None:
         if self.functions is not None:
-            self.stages.sequence.begin(self.micros[action.microbatch])
+            self.stages.sequence.begin(self.micros[action.microbatch], self.stages.model)
 
     def after(self, action: Action) -> None:
         pass
@@ -289,7 +289,7 @@ class TrainingCompute:
         self.action = action
         kind, stage, microbatch = action
         self.randomness.begin(self.step, self._samples[microbatch])
-        self.stages.sequence.begin(self.micros[microbatch])
+        self.stages.sequence.begin(self.micros[microbatch], self.stages.model)
         if kind == "F":
             if self.offload is not None:
                 self.offload.begin_forward((stage, microbatch))
