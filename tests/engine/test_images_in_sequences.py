@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import weft
+from weft.core.errors import UnsupportedModel
 from weft.launch.local_workers import Pool
 from weft.nn.losses import next_token
 
@@ -48,7 +49,7 @@ class Net(nn.Module):
         self.patch, self.numbers = nn.Linear(12, WIDTH), nn.Embedding(patches, WIDTH)
         self.tower, self.crossing = Attention(False, dropout), Attention(False, dropout)
         self.blocks = nn.ModuleList(Attention(True, dropout) for _ in range(2))
-        self.places = nn.Embedding(LENGTH, WIDTH)
+        self.places, self.learned = nn.Embedding(LENGTH, WIDTH), nn.Parameter(torch.randn(9, WIDTH))
         self.head = nn.Linear(WIDTH, VOCAB)
         self.register_buffer("number", torch.arange(patches))
 
@@ -130,13 +131,102 @@ def losses(put: str, patches: int, dropout: float, layout: str) -> list[float]:
     return [float(engine.step(engine.local(batch)).loss) for batch in batches]
 
 
-PUTS = {each.__name__: each for each in (by_masked_scatter, in_place, by_index, added, counted)}
+def flattened(net: Net, x: Tensor, where: Tensor, image: Tensor) -> Tensor:
+    """Samples and positions in one dim (InternVL)."""
+    rows, flat = x.flatten(0, 1).clone(), where.flatten()
+    rows[flat] = rows[flat] * 0.5 + image.flatten(0, 1)
+    return rows.unflatten(0, x.shape[:2])
+
+
+def as_many_as_there_are(net: Net, x: Tensor, where: Tensor, image: Tensor) -> Tensor:
+    x = x.clone()
+    x[where] = image.flatten(0, 1)[: x[where].shape[0]]
+    return x
+
+
+def by_two_masks(net: Net, x: Tensor, where: Tensor, image: Tensor) -> Tensor:
+    """Of which as many elements are set, at other positions."""
+    x = x.clone()
+    x[where] = image.flatten(0, 1)
+    x[where.flip(1)] = 2 * image.flatten(0, 1)
+    return x
+
+
+def by_learned_queries(net: Net, x: Tensor, where: Tensor, image: Tensor) -> Tensor:
+    """More than a rank has positions (Q-Former)."""
+    seen = net.tower(net.learned.expand(len(x), -1, -1), image)
+    return x.masked_scatter(where.unsqueeze(-1), seen[:, : image.shape[1]])
+
+
+PUTS = {
+    each.__name__: each
+    for each in (
+        *(by_masked_scatter, in_place, by_index, added, counted, flattened),
+        *(as_many_as_there_are, by_two_masks, by_learned_queries),
+    )
+}
+
+
+def to_the_first(net: Net, x: Tensor, where: Tensor, image: Tensor) -> Tensor:
+    return net.crossing(x, x[:, :3])
+
+
+def to_the_mean(net: Net, x: Tensor, where: Tensor, image: Tensor) -> Tensor:
+    return net.crossing(x, x.mean(1, keepdim=True))
+
+
+def of_one_position(net: Net, x: Tensor, where: Tensor, image: Tensor) -> Tensor:
+    return x + net.crossing(x[:, :1], image)
+
+
+def at_numbers(net: Net, x: Tensor, where: Tensor, image: Tensor) -> Tensor:
+    x = x.clone()
+    x[:, 1 : 1 + image.shape[1]] = image
+    return x
+
+
+def by_two_masks_added(net: Net, x: Tensor, where: Tensor, image: Tensor) -> Tensor:
+    one, two = x[where], x[where.flip(1)]
+    x = x.clone()
+    x[where] = one + image.flatten(0, 1)
+    x[where.flip(1)] = two + image.flatten(0, 1)
+    return x
+
+
+def dropped_rows(net: Net, x: Tensor, where: Tensor, image: Tensor) -> Tensor:
+    x = x.masked_scatter(where.unsqueeze(-1), image)
+    x[where] = net.tower.dropout(x[where])
+    return x
+
+
+def by_activations(net: Net, x: Tensor, where: Tensor, image: Tensor) -> Tensor:
+    return x.masked_scatter((x.sum(-1) > 0).unsqueeze(-1), image)
+
+
+REFUSED = {
+    to_the_first: "attention of 3 keys for 8 queries",
+    to_the_mean: "attention of 1 keys for 8 queries",
+    of_one_position: r"attention of \[.*, 4, 1, 8\]",
+    at_numbers: "sets a value at positions that it numbers in Python",
+    by_two_masks_added: "two masks are set at equally many positions",
+    dropped_rows: "its dim 0 counts positions",
+    by_activations: "masked_scatter takes a mask or values",
+}
+PUTS |= {each.__name__: each for each in REFUSED}
+EQUAL = [name for name in PUTS if PUTS[name] not in REFUSED]
+
+
+@pytest.mark.parametrize("put", [each.__name__ for each in REFUSED])
+def test_what_a_rank_cannot_know_is_refused(pool: Pool, put: str) -> None:
+    """In the step in which it comes."""
+    with pytest.raises(UnsupportedModel, match=REFUSED[PUTS[put]]):
+        pool.run(losses, put, 5, 0.2, "cp2", world=2)
 
 
 @pytest.mark.grid(6, ci=6)
 @pytest.mark.parametrize("layout", ["cp2", "cp2+gather", "fsdp2.cp2"])
 @pytest.mark.parametrize(("patches", "dropout"), [(5, 0.2), (LENGTH // 2, 0.2)])
-@pytest.mark.parametrize("put", PUTS)
+@pytest.mark.parametrize("put", EQUAL)
 def test_it_equals_one_device(
     pool: Pool, put: str, patches: int, dropout: float, layout: str
 ) -> None:

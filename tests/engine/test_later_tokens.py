@@ -24,6 +24,11 @@ def unfollowed(x: Tensor) -> Tensor:
     return x * 1.0
 
 
+@torch.jit.script
+def unfollowed_tokens(x: Tensor) -> Tensor:
+    return x * 1
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -136,11 +141,22 @@ def gathered(net: Net, ids: Tensor) -> Tensor:
     return net.tokens(ids) + net.tokens(ids.gather(1, places))
 
 
+def modulated(net: Net, ids: Tensor) -> Tensor:
+    """Nothing is known of what meets weights, before dropout."""
+    rows = net.table[torch.zeros(1, 1, dtype=torch.long)]
+    return F.dropout(unfollowed(net.tokens(ids)) * (1 + rows), 0.3, net.training)
+
+
+def of_lost_tokens(net: Net, ids: Tensor) -> Tensor:
+    return F.dropout(net.tokens(unfollowed_tokens(ids)), 0.3, net.training)
+
+
 FORWARDS: dict[str, tuple[Callable[[], Net], dict[str, Any]]] = {
     each.__name__: (lambda each=each: Net(each), {})  # type: ignore[misc]
     for each in (
         *(count_in_where, count_in_masked_fill, through_a_view, through_data, through_a_slice),
         *(row_by_row, into_a_tensor, after_a_constant, into_a_constant, gathered),
+        *(modulated, of_lost_tokens),
     )
 }
 FORWARDS["changed_tokens, again in backward"] = (
