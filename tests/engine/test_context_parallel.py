@@ -1123,7 +1123,7 @@ def test_masks_of_transformers_are_its_own_again_after_a_forward() -> None:
     own, asked = interface["sdpa"], []
     sequence = SimpleNamespace(
         rule=lambda samples, here, **_: asked.append((samples, here)),
-        masks=lambda queries: True,
+        masks_a_part=lambda queries: True,
     )
     with mask_rules(sequence):  # type: ignore[arg-type]
         with mask_rules(sequence):  # type: ignore[arg-type]

@@ -257,11 +257,11 @@ def _attention_recorded(engine: TrainingEngine, trace: ActivationRecorder) -> It
     if not isinstance(engine, Engine):
         yield
         return
-    before, engine.sequence.attends = engine.sequence.attends, trace.attention
+    before, engine.sequence.on_attention = engine.sequence.on_attention, trace.attention
     try:
         yield
     finally:
-        engine.sequence.attends = before
+        engine.sequence.on_attention = before
 
 
 def _other_than_first(first: list[Collective], now: list[Collective], step: int) -> str | None:

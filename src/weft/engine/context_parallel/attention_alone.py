@@ -27,7 +27,7 @@ def attends_alone(
 ) -> bool:
     """Whether the keys [b, heads, s, d] are of no position, and the queries of this rank's or of
     none. Others are of some positions, as of the first two, which are others on each rank."""
-    sequence.attends(query, key, value)
+    sequence.on_attention(query, key, value)
     if key.ndim != 4 or query.ndim != 4 or 2 in dims_of_positions(key):
         return False
     lost = not is_marked(key) and not sequence.are_parts(key)  # an operator is not followed

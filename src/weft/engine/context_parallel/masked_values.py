@@ -130,7 +130,7 @@ class MaskedValues:
         rank's."""
         if func is Tensor.__setitem__:
             return self._set(*args)
-        if self._rows and func.__name__.strip("_").removeprefix("i") in ARITHMETIC:
+        if self._rows and getattr(func, "__name__", "").strip("_").removeprefix("i") in ARITHMETIC:
             return tuple(self._own(x, args) for x in args)
         return args
 

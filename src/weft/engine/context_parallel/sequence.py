@@ -82,7 +82,7 @@ class ContextParallel:
         self.forwards = FollowedForwards(str(plan.layout))
         self.graphs: tuple[str, ...] = ()  # modules that are compiled
         # told of queries, keys and values of calls of attention in a forward that is followed
-        self.attends: Callable[[Tensor, Tensor, Tensor], None] = lambda *tensors: None
+        self.on_attention: Callable[[Tensor, Tensor, Tensor], None] = lambda *tensors: None
 
     def __bool__(self) -> bool:
         return self.size > 1
@@ -293,7 +293,7 @@ class ContextParallel:
         """Whether queries [.., .., s, ..] are as many as this rank has positions."""
         return query.shape[2] * self.size == self.now.length
 
-    def masks(self, queries: int) -> bool:
+    def masks_a_part(self, queries: int) -> bool:
         """Whether a mask for so many queries here is for a part of a sequence, and not for what is
         known to be of no position."""
         if self.known is None or isinstance(queries, PositionCount):

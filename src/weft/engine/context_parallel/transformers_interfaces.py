@@ -31,7 +31,7 @@ def mask_rules(sequence: ContextParallel) -> Iterator[None]:
     before = {kind: interface[kind] for kind in ("sdpa", "eager")}
 
     def rule(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> Tensor | None:
-        if not sequence.masks(q_length):
+        if not sequence.masks_a_part(q_length):
             found: Tensor | None = before["sdpa"](
                 batch_size=batch_size, q_length=q_length, kv_length=kv_length, **kwargs
             )
@@ -39,7 +39,7 @@ def mask_rules(sequence: ContextParallel) -> Iterator[None]:
         return sequence.rule(batch_size, q_length, **kwargs)
 
     def added_rule(*, q_length: int, dtype: torch.dtype, **kwargs: Any) -> Tensor | None:
-        if not sequence.masks(q_length):
+        if not sequence.masks_a_part(q_length):
             found: Tensor | None = before["eager"](q_length=q_length, dtype=dtype, **kwargs)
             return found
         return rule(q_length=q_length, **kwargs | {"allow_is_causal_skip": False, "added": dtype})
