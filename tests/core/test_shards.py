@@ -111,9 +111,9 @@ def test_stairs_that_no_layout_makes_take_no_time():
     n = 5000
     below = [box((0, column + 1), (column, column + 1)) for column in range(n)]
     above = [box((column + 1, n + 1), (column, column + 1)) for column in range(n)]
-    since = time.monotonic()
+    since = time.process_time()
     assert "as no layout does" in str(coverage_flaw([*below, *above], (n + 1, n)))
-    assert time.monotonic() - since < 5.0
+    assert time.process_time() - since < 30.0  # minutes, if each open box is compared
     few = [*below[:3], *(box((part[0].start, 4), part[1].indices(n)[:2]) for part in above[:3])]
     assert coverage_flaw(few, (4, 3)) is None
 
