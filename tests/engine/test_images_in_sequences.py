@@ -158,11 +158,16 @@ def by_learned_queries(net: Net, x: Tensor, where: Tensor, image: Tensor) -> Ten
     return x.masked_scatter(where.unsqueeze(-1), seen[:, : image.shape[1]])
 
 
+def nothing(net: Net, x: Tensor, where: Tensor, image: Tensor) -> Tensor:
+    """As where a batch has no image."""
+    return x.masked_scatter(torch.zeros_like(where).unsqueeze(-1), image[:0])
+
+
 PUTS = {
     each.__name__: each
     for each in (
         *(by_masked_scatter, in_place, by_index, added, counted, flattened),
-        *(as_many_as_there_are, by_two_masks, by_learned_queries),
+        *(as_many_as_there_are, by_two_masks, by_learned_queries, nothing),
     )
 }
 

@@ -45,6 +45,7 @@ from .position_counts import whole_number
 from .whole_marks import (
     Whole,
     dims_of_positions,
+    forget_fixed,
     forget_values,
     is_alike,
     is_marked,
@@ -305,7 +306,7 @@ class KnownSequences:
             made = func(*args, **kwargs)
             self._shapes.mark(made, func, args, kwargs)
             if any(is_marked(x) and whole_of(x) is None for x in rest) and is_plain(target):
-                set_whole_shape(set_fixed(target, False), whole_shape(target))  # of activations now
+                set_whole_shape(forget_fixed(target), whole_shape(target))  # of activations now
             return made
         if target.requires_grad or any(x.ndim and whole_of(x) is None for x in rest):
             made = func(*args, **kwargs)

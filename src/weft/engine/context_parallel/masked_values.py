@@ -117,6 +117,8 @@ class MaskedValues:
                 "masked_scatter takes a mask or values that a rank knows at its own positions alone"
             )
         self._use()
+        if not whole.tensor.any():  # the source may be empty
+            return set_whole_shape(func(x, mask, source), whole_shape(x))
         rows, order = scattered_rows(whole.tensor, whole_shape(x), source)
         own = rows[self._cut(order, [dim for dim in dims if dim < order.ndim])].view(x.shape)
         made = torch.where(mask, own, x)

@@ -56,11 +56,17 @@ def is_alike(x: Tensor) -> bool:
     return getattr(x, "weft_alike", False) and not _forgotten(x)
 
 
-def set_fixed(x: Tensor, fixed: bool = True) -> Tensor:
-    """From now on `x` and its views are of no position, as what is made of an image and weights; or
-    they may be of some."""
+def set_fixed(x: Tensor) -> Tensor:
+    """From now on `x` and its views are of no position, as what is made of an image and weights."""
     if is_plain(x):
-        x.untyped_storage().weft_fixed = fixed  # type: ignore[attr-defined]
+        x.untyped_storage().weft_fixed = True  # type: ignore[attr-defined]
+    return x
+
+
+def forget_fixed(x: Tensor) -> Tensor:
+    """From now on `x` and its views may be of some positions."""
+    if is_plain(x):
+        x.untyped_storage().weft_fixed = False  # type: ignore[attr-defined]
     return x
 
 
