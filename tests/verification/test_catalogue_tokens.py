@@ -157,9 +157,12 @@ def same_dropout_on_all_parts(case: Case) -> Iterator[Case]:
     """Each rank draws the masks of the first positions."""
 
     def begin(
-        self: sequence.ContextParallel, micro: Any, right: Any = sequence.ContextParallel.begin
+        self: sequence.ContextParallel,
+        micro: Any,
+        model: Any,
+        right: Any = sequence.ContextParallel.begin,
     ) -> None:
-        right(self, micro)
+        right(self, micro, model)
         if self:
             self.randomness.rows = torch.arange(len(self.randomness.rows))
 
