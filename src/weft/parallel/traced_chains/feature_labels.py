@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -31,12 +33,13 @@ class LabelClasses:
     def classes(self, labels: Tensor) -> Tensor:
         """The class of each label; 0 where it is dead."""
         alive = np.where(self._dead[self._parent], 0, self._parent)  # few labels, of many elements
-        return torch.from_numpy(np.asarray(alive[labels.numpy()]))
+        return torch.from_numpy(np.asarray(alive[narrow(labels).numpy()])).expand(labels.shape)
 
     def join(self, one: Tensor, other: Tensor) -> Tensor:
         """The labels of what combines two tensors, broadcast; where both have one, they become one
         class."""
-        a, b = (t.numpy() for t in torch.broadcast_tensors(one, other))
+        shape = torch.broadcast_shapes(one.shape, other.shape)
+        a, b = (t.numpy() for t in torch.broadcast_tensors(narrow(one), narrow(other)))
         both = (a != 0) & (b != 0)
         left, right = self._find(a[both]), self._find(b[both])
         apart, count = left != right, len(self._parent)  # one number for a pair: they sort faster
@@ -48,21 +51,21 @@ class LabelClasses:
             pairs = self._find(pairs)
             pairs = pairs[:, pairs[0] != pairs[1]]
         self._settle()
-        return self.classes(torch.from_numpy(np.where(a == 0, b, a)))
+        return self.classes(torch.from_numpy(np.where(a == 0, b, a))).expand(shape)
 
     def join_along(self, labels: Tensor, dim: int) -> Tensor:
         """Labels with this dim of size 1: what combines all elements along it."""
         first = labels.narrow(dim, 0, 1)
         if labels.shape[dim] == 1 or labels.stride(dim) == 0:
             return self.classes(first)
-        filled = _filled(labels, dim)
+        filled = _filled(narrow(labels), dim)
         count = filled.shape[dim] - 1
         self.join(filled.narrow(dim, 0, count), filled.narrow(dim, 1, count))
-        return self.classes(filled.narrow(dim, 0, 1))
+        return self.classes(filled.narrow(dim, 0, 1)).expand(first.shape)
 
     def kill(self, labels: Tensor) -> None:
         """Make the classes of these labels dead."""
-        self._dead[np.unique(self._find(labels.numpy()))] = True
+        self._dead[np.unique(self._find(narrow(labels).numpy()))] = True
         self._dead[0] = False
 
     def _settle(self) -> None:
@@ -77,9 +80,9 @@ class LabelClasses:
         return self._parent[labels]
 
 
-def narrow(labels: Tensor) -> Tensor:
-    """With size 1 along the dims along which it is expanded."""
-    for dim in range(labels.ndim):
+def narrow(labels: Tensor, dims: Iterable[int] | None = None) -> Tensor:
+    """With size 1 along the dims, or these of them, along which it is expanded."""
+    for dim in range(labels.ndim) if dims is None else dims:
         if labels.stride(dim) == 0 and labels.shape[dim] > 1:
             labels = labels.narrow(dim, 0, 1)
     return labels
@@ -87,9 +90,9 @@ def narrow(labels: Tensor) -> Tensor:
 
 def varies(labels: Tensor, dim: int) -> bool:
     """Whether labels change along a dim, not counting 0."""
-    if labels.shape[dim] == 1:
+    if labels.shape[dim] == 1 or labels.stride(dim) == 0:
         return False
-    filled = _filled(labels, dim)
+    filled = _filled(narrow(labels), dim)
     return bool((filled != filled.narrow(dim, 0, 1)).any())
 
 

@@ -9,7 +9,7 @@ before it can be divided by these classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -144,7 +144,7 @@ class FeatureMode(TorchDispatchMode):
                 features = labels(name, out.shape[-1])
                 new = None if features is None else features.expand(out.shape)
             else:
-                vector = found.reshape(-1, found.shape[-1])
+                vector = narrow(found, range(found.ndim - 1)).reshape(-1, found.shape[-1])
                 if bool((vector != vector[:1]).any()) or bool((vector[0] == 0).any()):
                     self.trace.classes.kill(found)
                 self.trace.rows.setdefault(name, []).append(vector[0].clone())
@@ -241,7 +241,7 @@ class FeatureMode(TorchDispatchMode):
         if labels is None or len(tree_leaves((args, kwargs), Tensor)) > 1:
             return None
         if name in ("view", "_unsafe_view"):
-            return [labels.reshape(args[1])]
+            return [_reshaped(labels, args[1])]
         if name == "constant_pad_nd":  # what it fills with has no label
             args = args[:2]
         return tree_leaves(func(labels, *args[1:]), Tensor)
@@ -303,6 +303,16 @@ class FeatureMode(TorchDispatchMode):
             places=None,
             entered=before.entered or origin.entered,
         )
+
+
+def _reshaped(labels: Tensor, shape: Sequence[int]) -> Tensor:
+    """Labels of another shape, still expanded along the first dims, as far as these stay."""
+    made = list(torch.empty(labels.shape, device="meta").view(shape).shape)
+    kept = 0
+    while kept < min(labels.ndim, len(made)) and labels.shape[kept] == made[kept]:
+        kept += 1
+    small = narrow(labels, range(kept))
+    return small.reshape(*small.shape[:kept], *made[kept:]).expand(made)
 
 
 def _lies_along(labels: Tensor) -> bool:

@@ -164,7 +164,7 @@ class FeatureRules:
         if name in SAME_PLACE:
             return [live[id(args[0])]] * len(made)
         if name in MOVES:
-            return self._put_together(func, name, args, kwargs, live)
+            return self._put_together(func, name, args, kwargs, live, made)
         if name in _PRODUCTS:
             labels = self._product(args[-2], args[-1], live, shape)
             if len(args) == 3:
@@ -210,6 +210,7 @@ class FeatureRules:
         args: Any,
         kwargs: Any,
         live: Mapping[int, Tensor],
+        made: list[Tensor],
     ) -> list[Tensor] | None:
         """The labels of several tensors, put together by the operator itself."""
         others = [t for t in tree_leaves(args, Tensor) if id(t) not in live]
@@ -225,6 +226,12 @@ class FeatureRules:
             lambda t: live.get(id(t), _ZERO.expand(t.shape)) if isinstance(t, Tensor) else t,
             args,
         )
+        if name in ("cat", "stack"):
+            labels = tree_leaves(args, Tensor)
+            beside = {d for d in range(made[0].ndim) if name == "stack" or d != dim % made[0].ndim}
+            alike = [d for d in beside if all(_is_expanded(each, d) for each in labels)]
+            args = tree_map(lambda t: narrow(t, alike) if isinstance(t, Tensor) else t, args)
+            return [func(*args, **kwargs).expand(made[0].shape)]
         return tree_leaves(func(*args, **kwargs), Tensor)
 
     def _combined(
@@ -377,6 +384,10 @@ def moved_places(
 def sizes(t: Tensor) -> tuple[int, ...]:
     """Its shape, with 1 along the dims along which it is expanded."""
     return tuple(1 if step == 0 else n for n, step in zip(t.shape, t.stride(), strict=True))
+
+
+def _is_expanded(t: Tensor, dim: int) -> bool:
+    return dim < t.ndim and t.stride(dim) == 0 and t.shape[dim] > 1
 
 
 def _dims(func: Any, name: str, args: Any, kwargs: Any) -> list[int]:

@@ -81,14 +81,10 @@ def estimate(
     without a peak."""
     priced = CostModel(work, choices, cluster, era, practice, sync)
     time, memory = priced.time(), priced.memory()
-    zero = np.zeros(len(choices))
-    step = sum((part.value for part in time), zero)
-    held_bytes = sum((part.value for part in memory), zero)
+    step = sum((part.value for part in time), np.zeros(len(choices)))
+    held_bytes, over = _held(memory, choices, cluster, era)
     bucket = np.where(choices.size(*DATA_AXES) > 1, practice.bucket_bytes, 0.0)
     reserved, context = held_bytes * era.reserved + bucket, era.context_gib * GIB
-    # the allocator gives back what it has to spare before it fails; what communicators take differs
-    # by NCCL's version, and runs that nearly fill a card had room for them
-    over = held_bytes + context - cluster.hardware.device.memory_gib * GIB
     peak_flops = cluster.hardware.peak(practice.compute) * choices.world
     return Estimate(
         time,
@@ -99,10 +95,34 @@ def estimate(
         reserved,
         reserved + context + communicator_bytes(choices, era),
         over <= 0,
-        np.maximum(over, 0.0),
+        over,
         mfu=work.model_flops * choices.batch / (step * peak_flops),
         tokens_per_s=work.tokens * choices.batch / step,
     )
+
+
+def missing_memory(
+    work: ModelWork,
+    choices: LayoutBatch,
+    cluster: Cluster,
+    era: Era,
+    practice: PrecisionPolicy,
+    sync: Sync | None = None,
+) -> Array:
+    """By how many bytes each choice does not fit, as `estimate` has it, which also prices time."""
+    memory = CostModel(work, choices, cluster, era, practice, sync).memory()
+    return _held(memory, choices, cluster, era)[1]
+
+
+def _held(
+    memory: tuple[CostPart, ...], choices: LayoutBatch, cluster: Cluster, era: Era
+) -> tuple[Array, Array]:
+    """Bytes that each choice holds, and those that it is over by. The allocator gives back what it
+    has to spare before it fails; what communicators take differs by NCCL's version, and runs that
+    nearly fill a card had room for them."""
+    held = sum((part.value for part in memory), np.zeros(len(choices)))
+    over = held + (era.context_gib - cluster.hardware.device.memory_gib) * GIB
+    return held, np.maximum(over, 0.0)
 
 
 def stage_costs(

@@ -120,12 +120,28 @@ class Candidates:
         columns = [
             *(c.sizes[axis] for axis in AXES),
             c.zero,
-            c.offload,
-            c.sequence,
-            c.gather,
+            c.offload.astype(np.int64),
+            c.sequence.astype(np.int64),
+            c.gather.astype(np.int64),
             self.spread,
         ]
-        return np.unique(np.stack(columns, 1), axis=0, return_inverse=True)[1].reshape(-1)
+        return number_rows(columns)
+
+
+def number_rows(columns: Iterable[Array]) -> Array:
+    """A number for each row of these columns of equal length, whose entries are small and not
+    negative: the same for equal rows."""
+    numbers, count = np.zeros((), dtype=np.int64), 1
+    for column in columns:
+        present = np.zeros(int(column.max(initial=0)) + 1, dtype=bool)
+        present[column] = True
+        values = int(present.sum())
+        if count * values > np.iinfo(np.int64).max:
+            distinct, numbers = np.unique(numbers, return_inverse=True)
+            count = len(distinct)
+        place = np.cumsum(present) - 1
+        numbers, count = numbers * values + place[column], count * values
+    return numbers
 
 
 def join_candidates(parts: Sequence[Candidates]) -> Candidates:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from weft.core import Sync
 
 from ..cost.belief import Move
-from ..cost.estimate import Estimate, estimate
+from ..cost.estimate import Estimate, estimate, missing_memory
 from ..cost.hardware import GIB, Cluster, Era
-from ..cost.layout_batch import LayoutBatch
+from ..cost.layout_batch import Array, LayoutBatch
 from ..cost.model_work import ModelWork
 from ..cost.precision_policy import PrecisionPolicy
 
@@ -38,3 +38,7 @@ class PlanQuery:
     def price(self, choices: LayoutBatch) -> Estimate:
         """What each of these would take."""
         return estimate(self.work, choices, self.cluster, self.era, self.practice, self.sync)
+
+    def missing_memory(self, choices: LayoutBatch) -> Array:
+        """By how many bytes each of these does not fit."""
+        return missing_memory(self.work, choices, self.cluster, self.era, self.practice, self.sync)

@@ -45,7 +45,7 @@ Progress = Callable[[int, int], None]  # choices priced, of how many
 
 class Prices(NamedTuple):
     """Of each choice: seconds of a step, and of them those that a pipeline waits; bytes that it is
-    over by."""
+    over by. Where some fit, those that do not take infinitely long."""
 
     step_s: Array
     bubble_s: Array
@@ -151,16 +151,15 @@ def _rank_devices(
     prices = price(question, found, progress)
     fits = prices.over_bytes <= 0
     if fits.any():
+        found, prices = found.take(fits), _take(prices, fits)
         more = with_schedules(found.take(_promising(found, prices)), question, pattern, exhaustive)
         if len(more):
-            found, count = join_candidates([found, more]), count + len(more)
-            prices = Prices(
-                *(np.concatenate(both) for both in zip(prices, price(question, more, progress)))
-            )
-            fits = prices.over_bytes <= 0
-    if fits.any():
-        places = np.flatnonzero(fits)
-        order = places[_order(prices.step_s[places], axis_count(found.choices)[places])]
+            count += len(more)
+            added = price(question, more, progress)
+            also = added.over_bytes <= 0
+            found = join_candidates([found, more.take(also)])
+            prices = _joined([prices, _take(added, also)])
+        order = _order(prices.step_s, axis_count(found.choices))
     else:
         order = np.lexsort((prices.step_s, prices.over_bytes))
     chosen = found.take(_leading(found.kinds[order], order))
@@ -193,13 +192,33 @@ def _order(step_s: Array, count: Array) -> Array:
 def price(
     question: PlanQuery, found: Candidates, progress: Progress = lambda done, of: None
 ) -> Prices:
-    """All of these, slice by slice."""
-    parts: list[Prices] = [Prices(*(np.zeros(0),) * 3)]
-    for start in range(0, len(found), SLICE):
-        progress(start, len(found))
-        made = question.price(found.choices.take(np.arange(start, min(start + SLICE, len(found)))))
-        parts.append(Prices(made.step_s, _part(made.time, TimePart.BUBBLE), made.over_bytes))
-    progress(len(found), len(found))
+    """All of these, slice by slice: first their memory, then the time of those that fit, or of all
+    if none does."""
+    over = np.concatenate(
+        [np.zeros(0)]
+        + [question.missing_memory(found.choices.take(part)) for part in _slices(len(found))]
+    )
+    prices = Prices(np.full(len(found), np.inf), np.zeros(len(found)), over)
+    places = np.flatnonzero(over <= 0) if (over <= 0).any() else np.arange(len(found))
+    progress(len(found) - len(places), len(found))
+    for part in _slices(len(places)):
+        made = question.price(found.choices.take(places[part]))
+        prices.step_s[places[part]] = made.step_s
+        prices.bubble_s[places[part]] = _part(made.time, TimePart.BUBBLE)
+        progress(len(found) - len(places) + int(part[-1]) + 1, len(found))
+    return prices
+
+
+def _slices(count: int) -> list[Array]:
+    """Places up to `count`, SLICE at a time."""
+    return [np.arange(start, min(start + SLICE, count)) for start in range(0, count, SLICE)]
+
+
+def _take(prices: Prices, places: Array) -> Prices:
+    return Prices(*(each[places] for each in prices))
+
+
+def _joined(parts: Sequence[Prices]) -> Prices:
     return Prices(*(np.concatenate(each) for each in zip(*parts)))
 
 
@@ -208,10 +227,7 @@ def priced_best(question: PlanQuery, found: Candidates) -> RankedLayout | None:
     if not len(found):
         return None
     prices = price(question, found)
-    fits = prices.over_bytes <= 0
-    first = (
-        np.where(fits, prices.step_s, np.inf).argmin() if fits.any() else prices.over_bytes.argmin()
-    )
+    first = np.lexsort((prices.step_s, prices.over_bytes))[0]
     return rows_of(question, found.take(np.array([first])))[0]
 
 
@@ -220,14 +236,12 @@ def _part(parts: Sequence[CostPart], name: str) -> Array:
 
 
 def _promising(found: Candidates, prices: Prices) -> Array:
-    """Those that another schedule could bring among the best layouts."""
-    fits = prices.over_bytes <= 0
-    places = np.flatnonzero(fits)
-    order = places[_order(prices.step_s[places], axis_count(found.choices)[places])]
+    """Of those that fit, the ones that another schedule could bring among the best layouts."""
+    order = _order(prices.step_s, axis_count(found.choices))
     leading = _leading(found.kinds[order], order, each=1)
     within = prices.step_s[leading].max()
     bound = prices.step_s - prices.bubble_s
-    able = np.flatnonzero(fits & (found.choices.stage_ranks > 1) & (bound <= within))
+    able = np.flatnonzero((found.choices.stage_ranks > 1) & (bound <= within))
     return able[np.argsort(bound[able], kind="stable")[:RESCHEDULED]]
 
 
