@@ -174,6 +174,58 @@ def test_replicas_go_on_on_one_device_each(tmp_path: Path) -> None:
     assert [proof.shown.split(":")[0] for proof in others] == ["on dp2", "from dp2"]
 
 
+CODED = {
+    "dp2": 'name = "diloco"\nperiod = 3\ncodec = { name = "topk", density = 0.1 }\n',
+    "dp2.tp2": 'name = "diloco"\nperiod = 5\nfragments = 2\ndelay = 2\ncodec = "int4"\n',
+}
+
+
+@pytest.mark.parametrize("layout", CODED)
+def test_replicas_train_with_their_codec(tmp_path: Path, layout: str) -> None:
+    """And go on from a checkpoint with what it keeps, or anew on one device each."""
+    (found,) = define_training(*deep_case(load(tmp_path, CODED[layout])), layout)
+    proofs = training_proofs(found, layout, tmp_path)
+    proofs += other_layout_proofs(found, layout, tmp_path, tmp_path)
+    assert all(proof.equal for proof in proofs), proofs
+    assert found.codec and not found.uncoded
+    others = [proof.shown.split(":")[0] for proof in proofs if "dp2:" in proof.shown]
+    assert others == ([] if layout == "dp2" else ["on dp2", "from dp2"])
+
+
+OF_CODECS: dict[str, tuple[tuple[str, str, str, str], str]] = {
+    # name: change, the first proof that sees it
+    "feedback is never sent": (
+        (
+            "weft.core.codec",
+            "MessageCodec.reduce",
+            'x.add_(state["residual"])',
+            'x.add_(state["residual"] * bool(state["residual"].norm() > 1e9))',
+        ),
+        "28 steps",
+    ),
+    "what is kept is not saved": (
+        (
+            "weft.engine.replica_sync.local_steps",
+            "LocalStepReplicas.codec_states",
+            "self.outer.states()",
+            "()",
+        ),
+        "resumed",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_CODECS)
+def test_a_fault_of_a_codec_of_weights_is_seen(tmp_path: Path, name: str) -> None:
+    change, sees = OF_CODECS[name]
+    (found,) = define_training(*deep_case(load(tmp_path, CODED["dp2"])), "dp2")
+    with mutated(Mutant(*change)):
+        proofs = training_proofs(found, "dp2", tmp_path)
+    wrong = [proof for proof in proofs if not proof.equal]
+    assert wrong and wrong[0].what.startswith(sees), proofs
+    assert not any("Error" in proof.shown for proof in wrong), wrong
+
+
 def test_the_table_says_what_is_trained(tmp_path: Path) -> None:
     def table(sync: str) -> list[str]:
         run = load(tmp_path, sync)
@@ -196,6 +248,9 @@ def test_the_table_says_what_is_trained(tmp_path: Path) -> None:
     assert f"with --deep: {falls}" in servers
     assert f"with --deep: {falls}" in table(SYNCS["streaming"])
     coded = table('name = "bmuf"\nperiod = 5\ncodec = "int8"\n')
-    trained = [row for row in coded if row.startswith("with --deep: ")]
+    kept = "training with codec int8; saving and resuming with what it keeps"
+    assert f"with --deep: {kept}" in coded and f"with --deep: {resumes}" in coded
+    served = table('name = "parameter_server"\nservers = 1\nstaleness = 2\ncodec = "int8"\n')
+    trained = [row for row in served if row.startswith("with --deep: ")]
     assert len(trained) > 3 and all(row.endswith(", with codec identity") for row in trained)
-    assert f"with --deep: {resumes}, with codec identity" in coded
+    assert "not checked: training with codec int8: --deep trains with identity" in served

@@ -57,6 +57,11 @@ class DefinedCodec:
         return found
 
 
+def same(x: Tensor) -> Tensor:
+    """What is encoded, as it is."""
+    return x
+
+
 def options_of(codec: Codec) -> dict[str, Any]:
     """The options of a codec, and its name. Raises ConfigError for one without a definition."""
     if codec.name not in DEFINED:

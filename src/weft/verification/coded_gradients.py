@@ -21,7 +21,7 @@ from weft.parallel import STATE_AXES
 
 from .activation_recorder import ActivationRecorder
 from .case import Batch, Case
-from .codec_definitions import EXACT, DefinedCodec
+from .codec_definitions import EXACT, DefinedCodec, same
 from .parcels import bucket_parcels, samples_of, scattered_units
 from .plain.draw_laws import DrawLaws
 from .plain.samples import division_faults
@@ -117,7 +117,7 @@ class GradientExchange:
         named = [(parcel.name, parcel.shapes) for parcel in self._parcels]
         named = named or [(unit.name, []) for unit in self._units]
         self._laws = DrawLaws()
-        self.near: Callable[[Tensor], Tensor] = _same
+        self.near: Callable[[Tensor], Tensor] = same
         self._codecs = [
             DefinedCodec(codec, shapes, replace(view, bucket=name), self._laws, name)
             for name, shapes in named
@@ -189,10 +189,6 @@ def untold(plan: Plan, why: str) -> ConfigError:
     assert plan.sync is not None
     problem = f"the definition cannot compute what a replica sends: {why}"
     return ConfigError("sync.codec", plan.sync.codec.name, problem, EXACT)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 def _copies(tensors: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -3,7 +3,7 @@ after every step they exchange weights by the definitions of `plain.replicas`.""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 
@@ -15,7 +15,14 @@ from weft.engine import message_params
 from weft.nn import mix_key
 
 from .case import Batch, Case
-from .codec_definitions import EXACT, DefinedCodec, codec_bounds, describe_codec, rounding_optimizer
+from .codec_definitions import (
+    EXACT,
+    DefinedCodec,
+    codec_bounds,
+    describe_codec,
+    rounding_optimizer,
+    same,
+)
 from .parcels import Parcel, parcel_of, samples_of
 from .plain.draw_laws import DrawLaws, seed_faults
 from .plain.replicas import (
@@ -57,7 +64,7 @@ def run_replicas(case: Case, layout: str, steps: int) -> Reference:
     cases = cases_of_replicas(case, plan)
     runs = [reference_steps(each, max(steps, _steps_of(sync))) for each in cases]
     trained = {n: p.detach() for n, p in case.model().named_parameters() if p.requires_grad}
-    replicas, exchange = exchanging(plan, trained)
+    replicas, (exchange,) = exchanging({0: plan}, trained)
     after: list[list[dict[str, Tensor]]] = [[] for _ in runs]
     for step in range(1, max(steps, _steps_of(sync)) + 1):
         weights = [_weights(next(run), trained) for run in runs]
@@ -79,15 +86,25 @@ def run_replicas(case: Case, layout: str, steps: int) -> Reference:
     return replace(found[0], replicas=tuple(found))
 
 
-def exchanging(plan: Plan, trained: Weights) -> tuple[PlainReplicas, WeightExchange]:
-    """What exchanges the weights of all replicas of a plan. `trained`: those that they begin
-    with."""
+def codes_weights(plan: Plan) -> bool:
+    """Whether replicas send differences of weights through a lossy codec."""
     sync = plan.sync
+    return isinstance(sync, LocalSteps) and sync.codec.name != "identity"
+
+
+def exchanging(
+    plans: Mapping[int, Plan], trained: Weights
+) -> tuple[PlainReplicas, list[WeightExchange]]:
+    """What exchanges the weights of all replicas, by the plan of each step: what codecs keep begins
+    anew with a plan. `plans`: by the step after which the replicas are laid so; `trained`: the
+    weights that they begin with."""
+    sync = plans[0].sync
     assert isinstance(sync, LocalSteps)
-    exchange = WeightExchange(plan, sync)
+    each = {begins: WeightExchange(plan, sync) for begins, plan in plans.items()}
     options = {f.name: getattr(sync, f.name) for f in fields(sync)}
-    mean = mean_difference if sync.codec.name == "identity" else exchange
-    return PlainReplicas(sync.name, options, trained, exchange.parts, mean), exchange
+    plain = {0: mean_difference}
+    means = each if codes_weights(plans[0]) else plain
+    return PlainReplicas(sync.name, options, trained, each[0].parts, means), [*each.values()]
 
 
 def shortened(sync: LocalSteps) -> LocalSteps:
@@ -117,7 +134,7 @@ def _describe(sync: LocalSteps, configured: LocalSteps) -> str:
 
 class WeightExchange:
     """Differences of weights through a codec: the parts of the model, and the messages that the
-    ranks of a replica make of each."""
+    ranks of a replica make of each. `near`: changes what is encoded by a few roundings."""
 
     def __init__(self, plan: Plan, sync: LocalSteps):
         self._messages: list[list[tuple[Parcel, DefinedCodec]]] = [
@@ -125,6 +142,7 @@ class WeightExchange:
         ]
         self.parts: list[list[str]] = [[] for _ in range(sync.fragments)]
         self._codec, self._laws = sync.codec.name, DrawLaws()
+        self.near: Callable[[Tensor], Tensor] = same
         view = sync.replica_view(plan.layout.replica_count)
         for rank in plan.layout.replicas()[0]:
             held = [w.name for w in plan.of(rank).weights if w.trainable]
@@ -146,7 +164,7 @@ class WeightExchange:
     def __call__(self, number: int, anchor: Weights, sent: Sequence[Weights]) -> Weights:
         found = {name: torch.zeros_like(value) for name, value in anchor.items()}
         for parcel, coded in self._messages[number]:
-            xs = [parcel.taken(anchor) - parcel.taken(each) for each in sent]
+            xs = [self.near(parcel.taken(anchor) - parcel.taken(each)) for each in sent]
             parcel.put(coded.plain.total(xs, None) / len(sent), found)
             if coded.plain.undecided:
                 problem = "the definition cannot compute what a replica sends: a difference of"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +15,7 @@ from .case import Batch, Case
 from .codec_definitions import codec_bounds, rounding_optimizer
 from .coded_gradients import (
     CodedGradients,
+    GradientExchange,
     check_separate,
     codes_gradients,
     coding_ranks,
@@ -25,25 +26,25 @@ from .parcels import samples_of
 from .plain.draw_laws import seed_faults
 from .plain.replicas import PlainReplicas
 from .reference import run_reference
-from .replica_reference import WeightExchange, cases_of_replicas, exchanging
+from .replica_reference import WeightExchange, cases_of_replicas, codes_weights, exchanging
 from .rounding import rounded
 from .training_reference import Trainee
 
 
 @dataclass(frozen=True)
 class Trainees:
-    """`each` of them; and where they are replicas, what exchanges their weights, and of which
-    parts."""
+    """`each` of them; and where they are replicas, what exchanges their weights, and in which
+    messages."""
 
     each: list[Trainee]
     exchange: PlainReplicas | None = None
-    parts: WeightExchange | None = None
+    messages: Sequence[WeightExchange] = ()
 
     @property
     def broken(self) -> list[str]:
         """Laws that what was drawn for them breaks, or how samples and weights are divided."""
         found = seed_faults([trainee.case.seed for trainee in self.each])
-        found += [] if self.parts is None else self.parts.broken
+        found += [law for each in self.messages for law in each.broken]
         found += [law for trainee in self.each for law in trainee.run.laws.broken]
         coded = [each for trainee in self.each for each in trainee.codecs]
         found += [law for each in coded for law in each.exchange.broken]
@@ -65,11 +66,7 @@ def trainees_of(
         alone = Trainee(case, validation, in_microbatches, metrics)
         for begins, each in plans.items():
             alone.coded[begins] = CodedGradients(alone.run, each) if codes_gradients(each) else None
-        for coded in alone.codecs if seed is not None else ():
-            generator = torch.Generator().manual_seed(seed)
-            together = plan.sync is not None and plan.sync.codec.name == "powersgd"
-            near = partial(rounded, generator=generator, together=together)
-            coded.exchange.near = near
+        _encode_nearby([coded.exchange for coded in alone.codecs], plan, seed)
         return Trainees([alone])
     found = []
     places = samples_of(plan, REPLICA_AXIS)
@@ -78,7 +75,25 @@ def trainees_of(
         parts = [{key: value[rows] for key, value in batch.items()} for batch in validation]
         found.append(Trainee(own, parts, in_microbatches, metrics))
     begun = {name: p.detach() for name, p in found[0].trained.items()}
-    return Trainees(found, *exchanging(plan, begun))
+    exchange, messages = exchanging(plans, begun)
+    _encode_nearby(messages, plan, seed)
+    return Trainees(found, exchange, messages)
+
+
+def _encode_nearby(
+    coded: Iterable[GradientExchange | WeightExchange], plan: Plan, seed: int | None
+) -> None:
+    for each in coded if seed is not None else ():
+        generator = torch.Generator().manual_seed(seed or 0)
+        together = plan.sync is not None and plan.sync.codec.name == "powersgd"
+        each.near = partial(rounded, generator=generator, together=together)
+
+
+def lossy_ranks(plan: Plan) -> int:
+    """How many send gradients or weights of their own through a lossy codec; 0: none."""
+    if codes_gradients(plan):
+        return coding_ranks(plan)
+    return plan.layout.replica_count if codes_weights(plan) else 0
 
 
 def check_codec(case: Case, plan: Plan) -> None:
@@ -87,14 +102,12 @@ def check_codec(case: Case, plan: Plan) -> None:
     if codes_gradients(plan):
         traces = run_reference(case, 1).traces
         check_separate(case, case.plain_model(), plan, traces)
-        ranks = coding_ranks(plan)
-        assert plan.sync is not None
-        if rounding_optimizer(plan.sync.codec, ranks) is not None:
-            raise untold(plan, f"sums of {ranks} are rounded in any order")
+    ranks = lossy_ranks(plan)
+    if ranks and plan.sync and rounding_optimizer(plan.sync.codec, ranks) is not None:
+        raise untold(plan, f"sums of {ranks} are rounded in any order")
 
 
 def bounds_of(plan: Plan) -> Bounds:
     """Within which a run is equal to the definition."""
-    if not codes_gradients(plan) or plan.sync is None:
-        return Bounds()
-    return codec_bounds(plan.sync.codec, coding_ranks(plan))
+    ranks = lossy_ranks(plan)
+    return codec_bounds(plan.sync.codec, ranks) if ranks and plan.sync else Bounds()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from weft.core import (
+    REPLICA_AXIS,
     AsyncServers,
     Plan,
     Refusal,
@@ -25,13 +26,12 @@ from weft.train import build_lr_factor
 
 from .case import Batch, Case, to_float64
 from .codec_definitions import describe_codec
-from .coded_gradients import codes_gradients
 from .plain.rates import rate_factor
 from .plain.servers import ServedState
 from .plain_run import needs_microbatches
 from .rounding import RUNS, nearby
 from .server_training import train_in_order
-from .trainees import bounds_of, check_codec, trainees_of
+from .trainees import bounds_of, check_codec, lossy_ranks, trainees_of
 from .training_reference import GivesUp, Trajectory, reachable_limits, train_plainly
 
 STEPS = 20
@@ -47,12 +47,13 @@ class TrainingDefinition:
 
     run: RunConfig
     trajectory: Trajectory
-    # what one device does where this layout's first checkpoint goes on without replicas, and where
-    # this layout goes on from one without: codecs begin anew there. None: it goes back too often
+    # what one device does where this layout's first checkpoint goes on on one device, or one for
+    # each replica, and where this layout goes on from such a one: codecs begin anew there. None: it
+    # goes back too often
     onward: Trajectory | None
     back: Trajectory | None
     replicas: int = 1  # that step by themselves
-    codec: str = ""  # of gradients, and its options
+    codec: str = ""  # of gradients or weights, and its options
     uncoded: str = ""  # why the run's own codec is left out
     # what one device does of WHOLE, ONWARD or BACK from weights that are a few roundings away
     nearby: Callable[[str], list[Trajectory]] | None = None
@@ -170,8 +171,9 @@ class _OneDevice:
         self.seed = seed
         self.case, self.run, self.validation, self.metrics = case, run, validation, metrics
         self.plan = case.lay(case.model(), layout)
-        self.coded = codes_gradients(self.plan)
-        alone = case.lay(case.model(), "dp1") if self.coded else self.plan
+        self.coded = lossy_ranks(self.plan) > 0
+        count = self.plan.layout.replica_count if self.plan.replicas_step_independently else 1
+        alone = case.lay(case.model(), f"{REPLICA_AXIS}{count}") if self.coded else self.plan
         every = run.checkpoint.every
         self._plans = {
             WHOLE: {0: self.plan},

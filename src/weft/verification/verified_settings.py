@@ -39,7 +39,7 @@ def exact_sync(sync: SyncConfig) -> SyncConfig:
 
 def deep_sync(sync: SyncConfig) -> SyncConfig:
     """The synchroniser that `--deep` trains with: the run's; where replicas exchange weights, with
-    gradients as they are, and with a period that a short run has twice."""
+    a period that a short run has twice; asynchronous servers get gradients as they are."""
     made = make_sync(sync.name, sync.codec, **sync.arguments)
     if not isinstance(made, LocalSteps):
         return sync if not made.asynchronous else sync.model_copy(update={"codec": "identity"})
@@ -48,7 +48,7 @@ def deep_sync(sync: SyncConfig) -> SyncConfig:
         for key in ("period", "fragments", "delay")
         if getattr(shortened(made), key) != getattr(made, key)
     }
-    return SyncConfig(name=sync.name, codec="identity", **{**sync.arguments, **changed})
+    return SyncConfig(name=sync.name, codec=sync.codec, **{**sync.arguments, **changed})
 
 
 def deep_precision(trained: PrecisionConfig) -> PrecisionConfig | None:

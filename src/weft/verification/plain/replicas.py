@@ -105,7 +105,7 @@ class PlainReplicas:
         options: of the method: `period`, `delay` and those of its outer step.
         weights: with which all begin.
         parts: the names of the weights that are exchanged together, in the order of turns.
-        mean: what an exchange gives.
+        means: what an exchange gives, by the step after which it does.
     """
 
     def __init__(
@@ -114,9 +114,9 @@ class PlainReplicas:
         options: Mapping[str, Any],
         weights: Weights,
         parts: Sequence[Sequence[str]],
-        mean: MeanDifference,
+        means: Mapping[int, MeanDifference],
     ):
-        self.rule, self._parts, self._mean = RULES[name](options, weights), parts, mean
+        self.rule, self._parts, self._means = RULES[name](options, weights), parts, means
         self._period, self._delay = int(options["period"]), int(options["delay"])
         # part -> what each replica sent, the mean of differences
         self._travelling: dict[int, tuple[list[dict[str, Tensor]], Weights]] = {}
@@ -125,12 +125,13 @@ class PlainReplicas:
     def after(self, step: int, replicas: Sequence[Weights]) -> None:
         """All replicas have taken their `step`-th step, counted from 1, and have these weights,
         which are changed in place."""
+        mean = [each for begins, each in self._means.items() if begins < step][-1]
         for number, names in enumerate(self._parts):
             turn = (number + 1) * self._period // len(self._parts)
             if step >= turn and (step - turn) % self._period == 0:
                 sent = [{name: weights[name].clone() for name in names} for weights in replicas]
                 anchor = {name: self.rule.anchor[name] for name in names}
-                self._travelling[number] = sent, self._mean(number, anchor, sent)
+                self._travelling[number] = sent, mean(number, anchor, sent)
             arrives = step - self._delay
             if arrives >= turn and (arrives - turn) % self._period == 0:
                 self._arrive(replicas, *self._travelling.pop(number))
