@@ -173,7 +173,7 @@ class _OneDevice:
         self.plan = case.lay(case.model(), layout)
         self.coded = lossy_ranks(self.plan) > 0
         count = self.plan.layout.replica_count if self.plan.replicas_step_independently else 1
-        alone = case.lay(case.model(), f"{REPLICA_AXIS}{count}") if self.coded else self.plan
+        alone = case.lay(case.model(), REPLICA_AXIS + str(count)) if self.coded else self.plan
         every = run.checkpoint.every
         self._plans = {
             WHOLE: {0: self.plan},
