@@ -11,7 +11,6 @@ DIR has the peers' repositories (calculon, llm-analysis, SimuMax), each with its
 from __future__ import annotations
 
 import csv
-import json
 import os
 import statistics
 import subprocess
@@ -20,7 +19,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,15 +34,12 @@ import peaks  # noqa: E402
 import runs as published  # noqa: E402
 import scores  # noqa: E402
 import search  # noqa: E402
+import searches  # noqa: E402
+from peers import NO_LIMIT_S, PEERS, asked, checkout_of  # noqa: E402
 from runs import Run  # noqa: E402
 
-PEERS = {
-    "calculon": "Calculon",
-    "llm-analysis": "llm-analysis",
-    "simumax": "SimuMax",
-}  # part -> name
-FOLDERS = {"simumax": "SimuMax"}  # where it is not the part's name
-NO_LIMIT_S, SEARCH_S = 1e9, 30.0
+SEARCH_S = 30.0
+TABLES = ("training_runs.csv", "layout_runs.csv", "vtrain_single_node.csv")
 WORST = 5  # layouts that are shown
 FIGURES = {
     "median": "median error",
@@ -56,24 +52,6 @@ Said = Mapping[str, scores.Steps]  # by side
 
 
 # ---- the sides -----------------------------------------------------------------------------------
-
-
-def asked(part: str, folder: Path, runs: Sequence[Run], limit_s: float) -> dict[str, Any]:
-    """What this peer says of each run, or why it cannot; its commit; the core's seconds that it
-    took."""
-    checkout = folder / FOLDERS.get(part, part)
-    with tempfile.TemporaryDirectory() as scratch:
-        given, out = Path(scratch, "runs.json"), Path(scratch, "out.json")
-        given.write_text(json.dumps([asdict(run) for run in runs]))
-        command = [checkout / ".venv/bin/python", HERE / f"drive_{part.replace('-', '_')}.py"]
-        subprocess.run(
-            [*command, checkout, given, out, str(limit_s)], check=True, stderr=subprocess.DEVNULL
-        )
-        found: dict[str, Any] = json.loads(out.read_text())
-    commit = ["git", "-C", checkout, "rev-parse", "HEAD"]
-    return found | {
-        "commit": subprocess.run(commit, check=True, capture_output=True, text=True).stdout.strip()
-    }
 
 
 def constant(runs: Iterable[Run]) -> dict[str, float]:
@@ -100,9 +78,7 @@ def constant(runs: Iterable[Run]) -> dict[str, float]:
 def weft() -> dict[str, Any]:
     known, said = {run.id for run in published.read()}, {}
     with tempfile.TemporaryDirectory() as scratch:
-        for table in (
-            PUBLISHED / "data" / name for name in ("training_runs.csv", "vtrain_single_node.csv")
-        ):
+        for table in (PUBLISHED / "data" / name for name in TABLES):
             out = Path(scratch, table.name)
             command = [sys.executable, PUBLISHED / "run.py", "--runs", table, "--out", out]
             subprocess.run(
@@ -179,7 +155,7 @@ def tables(results: parts.Results) -> tuple[list[str], bool]:
         for run in runs:
             if not published.classic(run):
                 sets.setdefault(run.source, []).append(run)
-        lines += _accuracy(sets, said) + _choosing(sets, said) + _better(sets, said)
+        lines += _accuracy(sets, said, found) + _choosing(sets, said) + _better(sets, said)
         lines += _classic(sets[published.CLASSIC], said) + _bias(sets[published.SINGLE_NODE], said)
         peers = {name: found[part] for part, name in names.items() if part in PEERS}
         lines += _cannot(runs, {name: one["cannot"] for name, one in peers.items()})
@@ -191,11 +167,17 @@ def tables(results: parts.Results) -> tuple[list[str], bool]:
         lines += ["| layouts a second of a core, time and memory | |", "| --- | ---: |"]
         for name, rate in found["speed"]["per_s"].items():
             lines.append(f"| {name} | {rate:,.0f} |" if rate > 10 else f"| {name} | {rate:.2g} |")
+    if "searches" in found:
+        lines += ["", *searches.table(found["searches"])]
     return lines, True
 
 
-def _accuracy(sets: Sets, said: Said) -> list[str]:
-    """Of weft also on those runs alone that no constant of it was fitted to."""
+def _accuracy(sets: Sets, said: Said, found: Mapping[str, Any]) -> list[str]:
+    """Of weft also on those runs alone that no constant of it was fitted to. `found`: by part. A
+    peer may have been run before a source was there: it was not asked, which is no refusal."""
+    told = {
+        name: {*said[name], *found[part]["cannot"]} for part, name in PEERS.items() if name in said
+    }
     lines = ["| step time | | says, of all rows | median | mean | max | bias |"]
     lines += ["| --- | --- | ---: | ---: | ---: | ---: | ---: |"]
     for source, runs in sets.items():
@@ -207,7 +189,9 @@ def _accuracy(sets: Sets, said: Said) -> list[str]:
         ]
         for side, chosen, steps in sorted(sides, key=lambda one: not one[0].startswith("weft")):
             score = scores.accuracy(chosen, steps)
-            cells = [source, side, f"{score['covered']} of {len(chosen)}"]
+            new = side in told and not any(run.id in told[side] for run in chosen)
+            covered = "not asked yet" if new else f"{score['covered']} of {len(chosen)}"
+            cells = [source, side, covered]
             if score["covered"]:
                 cells += [f"{score[key]:.1%}" for key in ("median", "mean", "max")] + [
                     f"{score['bias']:+.1%}"
@@ -343,24 +327,31 @@ def _line(cells: Sequence[str], width: int) -> str:
     return f"| {' | '.join([*cells, *[''] * (width - len(cells))])} |"
 
 
+OTHERS: Mapping[str, Callable[[Path], Any]] = {
+    "memory": memory,
+    "searches": searches.measure,
+    "speed": speed,
+}  # parts that peers take part in
+
+
 def main() -> int:
     measured: dict[str, Callable[..., Any]] = {
         "weft": weft,
         **{part: partial(peer, part) for part in PEERS},
     }
-    parser = parts.parser(__doc__, measured | {"memory": memory, "speed": speed})
+    parser = parts.parser(__doc__, measured | OTHERS)
     parser.add_argument(
         "--peers", type=Path, metavar="DIR", help="the folder with the peers' repositories"
     )
     options = parser.parse_args()
-    if not options.parts or {*PEERS, "memory", "speed"} & {*options.parts}:
+    if not options.parts or {*PEERS, *OTHERS} & {*options.parts}:
         if options.peers is None:
             parser.error(
                 "--peers DIR: the folder that has calculon, llm-analysis and SimuMax, each with a"
                 " .venv"
             )
-        for part in PEERS:
-            python = options.peers / FOLDERS.get(part, part) / ".venv/bin/python"
+        for part in PEERS if {*options.parts} != {"searches"} else ("calculon",):
+            python = checkout_of(part, options.peers) / ".venv/bin/python"
             if not python.exists():
                 parser.error(f"--peers {options.peers}: {python} is not there; README.md says how")
     folder = options.peers and options.peers.resolve()
@@ -368,7 +359,7 @@ def main() -> int:
         "DIR" if given == str(options.peers) else given for given in sys.argv
     ]  # what results tell of a command
     chosen = {"weft": weft, **{part: partial(peer, part, folder) for part in PEERS}}
-    chosen |= {"memory": partial(memory, folder), "speed": partial(speed, folder)}
+    chosen |= {part: partial(asking, folder) for part, asking in OTHERS.items()}
     return parts.measure(HERE, options.parts, chosen, tables)
 
 

@@ -82,7 +82,9 @@ class Run:
 
 def read() -> list[Run]:
     """Those of every source that states all fields."""
-    return [_run(row) for row in published.own() if row["quality"] == "A" and row["d_iter_time_s"]]
+    return [
+        of_row(row) for row in published.own() if row["quality"] == "A" and row["d_iter_time_s"]
+    ]
 
 
 def classic(run: Run) -> bool:
@@ -98,7 +100,9 @@ def grouped(runs: Iterable[Run]) -> dict[tuple[object, ...], list[Run]]:
     return found
 
 
-def _run(row: published.Row) -> Run:
+def of_row(row: published.Row) -> Run:
+    """A row of published runs, or of a layout written as they are."""
+
     def number(name: str, default: int) -> int:
         return whole(row, name, default)
 
@@ -132,5 +136,5 @@ def _run(row: published.Row) -> Run:
         recompute="selective" if recompute == "selective(core attention)" else recompute,
         nic_bps=published.hardware(row).tiers[1].bps,
         held=published.held(row),
-        time_s=float(row["d_iter_time_s"]),
+        time_s=float(row["d_iter_time_s"]) if row["d_iter_time_s"] else None,
     )
