@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from weft.checkpoint import CHECKPOINTS, checkpoint_path
-from weft.core import REPLICA_AXIS, ConfigError, Plan, PrecisionConfig, RunConfig
+from weft.core import ConfigError, Plan, PrecisionConfig, RunConfig
 from weft.engine import Loss
 from weft.launch import ScratchFolder
 from weft.train import build_lr_factor, build_sync, on_own_layout, tried_steps
@@ -29,6 +29,7 @@ from .training_definition import (
     ONWARD,
     WHOLE,
     TrainingDefinition,
+    apart,
     define_training,
     defined_rates,
     is_served,
@@ -186,7 +187,7 @@ def other_layout_proofs(
     `alone`: of a run with the same limits, unless there is a codec."""
     if defined.replicas == 1 and not defined.codec:
         return _resumed(defined, layout, "dp1", folder / "whole", alone)
-    each_alone = f"{REPLICA_AXIS}{defined.replicas}"
+    each_alone = apart(defined.replicas)
     here, there = (on_own_layout(defined.run, each) for each in (layout, each_alone))
     if here.layout == there.layout:
         return []

@@ -173,7 +173,7 @@ class _OneDevice:
         self.plan = case.lay(case.model(), layout)
         self.coded = lossy_ranks(self.plan) > 0
         count = self.plan.layout.replica_count if self.plan.replicas_step_independently else 1
-        alone = case.lay(case.model(), REPLICA_AXIS + str(count)) if self.coded else self.plan
+        alone = case.lay(case.model(), apart(count)) if self.coded else self.plan
         every = run.checkpoint.every
         self._plans = {
             WHOLE: {0: self.plan},
@@ -261,6 +261,11 @@ def _train_nearby(
             device = _OneDevice(case, run, validation, metrics, layout, seed)
             found.append(device.train(part, rules))
     return found
+
+
+def apart(replicas: int) -> str:
+    """The layout of one device for each replica."""
+    return f"{REPLICA_AXIS}{replicas}"
 
 
 def is_served(plan: Plan) -> bool:
