@@ -14,6 +14,7 @@ from torch import nn
 from weft.core import (
     REPLICA_AXIS,
     AsyncServers,
+    Layout,
     Plan,
     Refusal,
     RunConfig,
@@ -265,7 +266,7 @@ def _train_nearby(
 
 def apart(replicas: int) -> str:
     """The layout of one device for each replica."""
-    return f"{REPLICA_AXIS}{replicas}"
+    return str(Layout(((REPLICA_AXIS, replicas),)))
 
 
 def is_served(plan: Plan) -> bool:
