@@ -87,7 +87,8 @@ class FillsPositions(ByHand):
         self.many, self.each = HEADS, SIZE
 
     def forward(self, x: Tensor) -> Tensor:
-        views = (each(x).view(len(x), -1, self.many, self.each) for each in (self.a, self.b, self.c))
+        made = (linear(x) for linear in (self.a, self.b, self.c))
+        views = (each.view(len(x), -1, self.many, self.each) for each in made)
         q, k, v = (view.transpose(1, 2) for view in views)
         mixed = torch.softmax(q @ k.transpose(-1, -2), -1) @ v
         return self.d(mixed.transpose(1, 2).contiguous().view(*x.shape[:2], -1))
