@@ -129,3 +129,9 @@ def test_a_unit_that_keeps_a_tensor_is_not_for_every_stage() -> None:
     net = NETS["gshard"]
     with pytest.raises(Refusal, match=r"moes.0 keeps a tensor .* one unit of sharding"):
         net.case().lay(seeded(net.build), "pp2.fsdp2")
+
+
+def test_what_needs_all_its_parameters_is_not_advised_to_be_cut() -> None:
+    net = NETS["qat"]
+    with pytest.raises(Refusal, match=r"needs all its parameters.*Use dp or fsdp\.$"):
+        net.case().lay(seeded(net.build), "tp2")
