@@ -49,7 +49,6 @@ NOTHING_TO_CUT = (
     "gmlp",
     "set-transformer",
     "pixel-cnn",
-    "seq2seq",
     "qat",
     "gcn",
 )
