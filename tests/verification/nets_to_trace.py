@@ -78,6 +78,22 @@ class ByHand(nn.Module):
         return self.d(mixed.flatten(-2))
 
 
+class FillsPositions(ByHand):
+    """Its view names heads and their size, and leaves the number of positions to torch: with half
+    of the features, it runs as a module of all heads and half as many positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.many, self.each = HEADS, SIZE
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = (linear(x) for linear in (self.a, self.b, self.c))
+        views = (each.view(len(x), -1, self.many, self.each) for each in made)
+        q, k, v = (view.transpose(1, 2) for view in views)
+        mixed = torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+        return self.d(mixed.transpose(1, 2).contiguous().view(*x.shape[:2], -1))
+
+
 class Interleaved(nn.Module):
     """One linear, whose features are query, key and value of each head in turn."""
 
@@ -472,6 +488,7 @@ LINEARS = ("a.weight", "a.bias", "b.weight", "b.bias", "c.weight", "c.bias", "d.
 TO_TRACE = {
     "by-hand": Expected(ByHand, LINEARS),
     "by-hand-dropout": Expected(partial(ByHand, 0.2), LINEARS),
+    "fills-positions": Expected(FillsPositions, LINEARS),
     "interleaved": Expected(Interleaved, ("one.weight", "one.bias", "two.weight")),
     "tapped": Expected(Tapped, ("one.weight", "one.bias", "two.weight")),
     "biased-by-position": Expected(

@@ -15,12 +15,13 @@ from tests.verification.nets_of_edges import EDGES
 from tests.verification.nets_of_families import FAMILIES
 from tests.verification.nets_of_papers import PAPERS
 from tests.verification.nets_of_repositories import REPOSITORIES
+from tests.verification.nets_of_the_web import WEB
 from tests.verification.nets_of_tutorials import TUTORIALS
 from tests.verification.nets_with_quirks import QUIRKS
 from weft.core.errors import Refusal
 from weft.verification.compare import check_layout
 
-NETS = FIRST | PAPERS | QUIRKS | FAMILIES | TUTORIALS | REPOSITORIES | ARCHITECTURES | EDGES
+NETS = FIRST | PAPERS | QUIRKS | FAMILIES | TUTORIALS | REPOSITORIES | ARCHITECTURES | EDGES | WEB
 LAYOUTS = ("dp2", "fsdp2", "tp2", "pp2", "dp2.tp2")
 TP = ("tp2", "dp2.tp2")
 SAMPLES = ("dp2", "fsdp2", "dp2.tp2")  # ranks have other samples
@@ -48,6 +49,8 @@ NOTHING_TO_CUT = (
     "gmlp",
     "set-transformer",
     "pixel-cnn",
+    "qat",
+    "gcn",
 )
 REFUSED: dict[tuple[str, str], str] = {
     **{(name, at): "finds no attention" for name in NOTHING_TO_CUT for at in TP},
@@ -125,3 +128,9 @@ def test_a_unit_that_keeps_a_tensor_is_not_for_every_stage() -> None:
     net = NETS["gshard"]
     with pytest.raises(Refusal, match=r"moes.0 keeps a tensor .* one unit of sharding"):
         net.case().lay(seeded(net.build), "pp2.fsdp2")
+
+
+def test_what_needs_all_its_parameters_is_not_advised_to_be_cut() -> None:
+    net = NETS["qat"]
+    with pytest.raises(Refusal, match=r"needs all its parameters.*Use dp or fsdp\.$"):
+        net.case().lay(seeded(net.build), "tp2")

@@ -92,6 +92,7 @@ class Roles:
     """What was found: chains, the vocabulary's embeddings and heads, the repeated blocks, and where
     each came from. `all_seen`: the forward shows that no other linears are columns and a row.
     `read_elsewhere`: modules that are whole because something else reads their weight.
+    `needs_whole`: modules that are whole because a part of them does not run.
     `uneven`: rows of chains that so many ranks do not divide, and the features or heads that enter.
 
     More than one embedding or head: modules of their own that hold the same weight (a T5's encoder
@@ -108,6 +109,7 @@ class Roles:
     mixers: tuple[str, ...] = ()  # modules that mix positions, other than by attention weft divides
     all_seen: bool = False
     read_elsewhere: tuple[str, ...] = ()
+    needs_whole: tuple[str, ...] = ()
     uneven: tuple[tuple[str, int], ...] = ()
 
     def of_experts(self, name: str) -> bool:

@@ -12,12 +12,13 @@ from weft.core import ConfigError, nearest
 
 
 def named_inputs(model: nn.Module) -> tuple[str, ...]:
-    """The names of the arguments of the model's forward, without its labels."""
+    """The names of the arguments of the model's forward, without labels that it runs without."""
     parameters = inspect.signature(model.forward).parameters.values()
     return tuple(
         p.name
         for p in parameters
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and not p.name.startswith("label")
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        and (p.default is p.empty or not p.name.startswith("label"))
     )
 
 

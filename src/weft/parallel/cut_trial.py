@@ -88,7 +88,8 @@ def _without(
         raise UnsupportedModel("layout", str(request.layout), problem, "use tp without sequence")
     note = f"{kind.__name__} does not run on its part ({reason}): left whole under tp"
     rest = tuple(chain for chain in roles.chains if chain not in gone)
-    return replace(roles, chains=rest, notes=(*roles.notes, note))
+    whole = (*roles.needs_whole, *map(chain_module, gone))
+    return replace(roles, chains=rest, notes=(*roles.notes, note), needs_whole=whole)
 
 
 def _first_failure(request: PlanRequest, roles: Roles, size: int) -> tuple[str, str] | None:

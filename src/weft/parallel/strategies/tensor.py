@@ -71,7 +71,7 @@ def steps(request: StepsRequest) -> Iterator[Step]:
         problem += f" model{_SEEN if roles.all_seen else ''}"
         problem += f" ({'; '.join(_once(roles.notes))})" if roles.notes else ""
         problem += "" if some else ", whose weights are in no nn.Linear and no nn.Embedding"
-        seen = roles.all_seen or roles.read_elsewhere
+        seen = roles.all_seen or roles.read_elsewhere or roles.needs_whole
         fix = _instead(model) + (_TO_DECLARE if several and not seen else "")
         raise NothingToDivide("layout", str(layout), problem, fix)
     sequence = "sequence" in layout.options_of(AXIS)

@@ -19,6 +19,7 @@ from .chain_trial import ChainTrial
 from .feature_labels import varies
 from .feature_marks import Meeting
 from .followed_forward import Followed, within
+from .part_shapes import Shapes
 
 OPERATORS = 100_000  # at most, of the runs of one module
 
@@ -59,6 +60,7 @@ class ChainBuilder:
             own = classes.classes(classes.of_column(name, 0)).tolist()
             self.features[name] = np.array([place[label] for label in own])
         self.labels = vector.unique()
+        self.shapes = self._shapes()
         self.operators = 0
 
     def chain(self) -> Chain | None:
@@ -105,7 +107,9 @@ class ChainBuilder:
                 continue
             tried = replace(chain, cuts=cuts, parameters=own, arguments=arguments)
             call, model = self.followed.calls[scope], self.model
-            trial = ChainTrial(model, tried, scope, call, self.features, self.size, self.mode)
+            trial = ChainTrial(
+                model, tried, scope, call, self.features, self.shapes, self.size, self.mode
+            )
             for attributes in self._attributes(scope):
                 if self.operators + trial.operators > OPERATORS:
                     return None
@@ -222,12 +226,17 @@ class ChainBuilder:
 
     def _sizes(self) -> set[int]:
         """Of the dims along which these classes change."""
-        sizes = set()
-        for labels in self.followed.trace.seen:
-            found = self.followed.trace.classes.classes(labels)
-            if bool(torch.isin(found, self.labels).any()):
-                sizes |= {n for dim, n in enumerate(found.shape) if varies(found, dim)}
-        return sizes
+        return {n for shape, apart in self.shapes for n, varied in zip(shape, apart) if varied}
+
+    def _shapes(self) -> Shapes:
+        """Of all tensors with these classes."""
+        found = set()
+        for labels, shape in self.followed.trace.seen:
+            classes = self.followed.trace.classes.classes(labels)
+            if bool(torch.isin(classes, self.labels).any()):
+                apart = tuple(varies(classes, dim) for dim in range(classes.ndim))
+                found.add((tuple(shape), apart))
+        return found
 
     def _drops_well(self, one_run: bool) -> bool:
         """Whether the masks of dropout can be those of one device: heads before queries and keys,

@@ -22,6 +22,7 @@ from ..without_elements import without_elements
 from .feature_marks import FeatureTrace
 from .feature_mode import FeatureMode
 from .followed_forward import Call
+from .part_shapes import Shapes, lies_as_in
 
 
 class ChainTrial:
@@ -33,6 +34,7 @@ class ChainTrial:
         scope: the module that runs.
         call: what it is called with.
         classes: column or row -> the class of each of its features [features].
+        shapes: of the tensors in the whole that have these classes.
         size: how many ranks share it.
         mode: that of the tensors in `call`.
     """
@@ -44,11 +46,12 @@ class ChainTrial:
         scope: str,
         call: Call,
         classes: Mapping[str, np.ndarray],
+        shapes: Shapes,
         size: int,
         mode: FakeTensorMode,
     ):
         self._chain, self._scope, self._call, self._size = chain, scope, call, size
-        self._classes, self._mode = classes, mode
+        self._classes, self._shapes, self._mode = classes, shapes, mode
         self._part = cut_copy(model.get_submodule(scope), model, (chain,), size, mode)
         self._held = {n: _kept(chain.cuts[n], size) for n in classes}
         self.operators = 0  # how many were run
@@ -97,6 +100,8 @@ class ChainTrial:
         shapes = [self._call.outputs[place].shape for place in self._call.read]
         if [t.shape for t in outputs] != shapes or not self._meets_as_whole(trace):
             return None
+        if not all(lies_as_in(self._shapes, shape) for _, shape in trace.seen):
+            return None  # a view has taken features of one position for those of others
         if chain.entry is None:
             return chain
         if trace.before & trace.after or any(mode.has_entered(t) for t in outputs):

@@ -72,7 +72,7 @@ class FeatureTrace:
     before: parameters that made something which depends on what entered; after: the other ones.
     read: parameters that an operator outside of the linears took.
     used_whole: parameters that something without labels was made of.
-    seen: labels of everything that has some.
+    seen: labels of everything that has some, and its shape.
     dropped: labels of what dropout was applied to.
     norms: module that normalises all features by the mean of their squares, which ranks may share
         -> the labels of these, in the last call.
@@ -91,7 +91,7 @@ class FeatureTrace:
     read: set[str] = field(default_factory=set)
     used_whole: set[str] = field(default_factory=set)
     meetings: list[Meeting] = field(default_factory=list)
-    seen: list[Tensor] = field(default_factory=list)
+    seen: list[tuple[Tensor, torch.Size]] = field(default_factory=list)
     dropped: list[Tensor] = field(default_factory=list)
     norms: dict[str, Tensor] = field(default_factory=dict)
     given: dict[str, Given] = field(default_factory=dict)

@@ -170,7 +170,7 @@ class FeatureMode(TorchDispatchMode):
             labels, weight = self.trace.norms[name], self._norms[name].weight
             self._meet(weight, labels)
             origin = self.marks.origin([x, weight], True, False, self._now)
-            self.trace.seen.append(narrow(labels))
+            self.trace.seen.append((narrow(labels), labels.shape))
             self.marks[out] = replace(origin, labels=labels)
 
     @property
@@ -222,7 +222,7 @@ class FeatureMode(TorchDispatchMode):
             if name in NEW and t.ndim > 1 and t.is_floating_point():
                 labels = torch.zeros(t.shape, dtype=torch.int64)  # others write into it
             if labels is not None and live:
-                self.trace.seen.append(narrow(labels))
+                self.trace.seen.append((narrow(labels), labels.shape))
                 if name in ("bernoulli_", "bernoulli", "native_dropout"):
                     self.trace.dropped.append(labels)
             if any(t is other for other in given):

@@ -14,11 +14,15 @@ BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ON
 
 def plain_inputs(model: nn.Module, chosen: Sequence[str] | None) -> tuple[str, ...]:
     """The names of the arguments that a model is called with, if the batch has them: those of its
-    forward, but for labels. `chosen`: other ones."""
+    forward, but for labels that have a default. `chosen`: other ones."""
     if chosen is not None:
         return tuple(chosen)
     named = inspect.signature(model.forward).parameters
-    return tuple(n for n, p in named.items() if p.kind in BY_NAME and not n.startswith(LABELS))
+    return tuple(
+        n
+        for n, p in named.items()
+        if p.kind in BY_NAME and not (n.startswith(LABELS) and p.default is not p.empty)
+    )
 
 
 def plain_arguments(inputs: Sequence[str], batch: Mapping[str, Tensor]) -> dict[str, Any]:
