@@ -35,6 +35,8 @@ from weft.nn import (
     Draws,
     EagerAttention,
     Randomness,
+    batch_count,
+    batch_mean,
     causal_mask,
     count_choices,
     expert_shares,
@@ -169,6 +171,8 @@ class FunctionOverrides(TorchFunctionMode):
             with self:
                 return OPENED_FUNCTIONS[func](*args, **kwargs)
         known, counts = self._followed()
+        if known is not None and func in (batch_mean, batch_count):
+            return known.of_batch(func, *args)
         if func in DRAWS:
             drawn = self._draw(func, args, kwargs)
             return drawn if known is None else known.drawn(drawn, func, args, kwargs)

@@ -12,7 +12,11 @@ from .attention_masks import (
     window_rule as window_rule,
 )
 from .batch_labels import IGNORED as IGNORED, check_labels as check_labels
-from .batchnorm import BatchNorm as BatchNorm
+from .batchnorm import (
+    BatchNorm as BatchNorm,
+    batch_count as batch_count,
+    batch_mean as batch_mean,
+)
 from .block_lists import block_lists as block_lists, callable_blocks as callable_blocks
 from .chain_parts import (
     local_attributes as local_attributes,

@@ -13,25 +13,42 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import handle_torch_function
+
+from weft._torch.modes import function_modes
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        if group is None:
-            return x.view_as(x)
         x = x.clone()
         dist.all_reduce(x, group=group)
         return x
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        if ctx.group is None:
-            return grads[0], None
         grad = grads[0].contiguous().clone()
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
+
+
+def batch_mean(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """[n, c, ...] -> [c], over all ranks of a group, each of which has as many elements."""
+    if function_modes():
+        found: Tensor = handle_torch_function(batch_mean, (x,), x, group)
+        return found
+    mean = x.mean([d for d in range(x.ndim) if d != 1])
+    return mean if group is None else _Sum.apply(mean, group) / dist.get_world_size(group)
+
+
+def batch_count(x: Tensor, group: dist.ProcessGroup | None) -> int:
+    """How many elements all ranks of a group have of each channel."""
+    if function_modes():
+        found: int = handle_torch_function(batch_count, (x,), x, group)
+        return found
+    ranks = 1 if group is None else dist.get_world_size(group)
+    return x.numel() // x.shape[1] * ranks
 
 
 class BatchNorm(_BatchNorm):
@@ -61,15 +78,12 @@ class BatchNorm(_BatchNorm):
             mean, var = self.running_mean, self.running_var
             y = F.batch_norm(x, mean, var, weight, bias, mean is None, eps=self.eps)
             return y.to(input.dtype)
-        dims = [d for d in range(x.ndim) if d != 1]
         shape = [-1 if d == 1 else 1 for d in range(x.ndim)]
-        count = x.numel() // x.shape[1]
-        if self.group is not None:
-            count *= dist.get_world_size(self.group)
-        mean = _Sum.apply(x.sum(dims), self.group) / count
+        mean = batch_mean(x, self.group)
         centred = x - mean.view(shape)
-        var = _Sum.apply(centred.square().sum(dims), self.group) / count
+        var = batch_mean(centred.square(), self.group)
         if self.track_running_stats:
+            count = batch_count(x, self.group)
             self._track(mean.detach(), var.detach() * (count / max(1, count - 1)))
         y = centred * torch.rsqrt(var + self.eps).view(shape)
         if self.affine:
