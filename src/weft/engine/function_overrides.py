@@ -58,6 +58,7 @@ from .context_parallel.attention_alone import (
     attends_alone,
     drawn_in,
 )
+from .context_parallel.batch_statistics import of_all_ranks
 from .context_parallel.counts_by_size import CountsBySize
 from .context_parallel.eager_attention import attend_eagerly
 from .context_parallel.known_sequences import KnownSequences
@@ -172,7 +173,8 @@ class FunctionOverrides(TorchFunctionMode):
                 return OPENED_FUNCTIONS[func](*args, **kwargs)
         known, counts = self._followed()
         if known is not None and func in (batch_mean, batch_count):
-            return known.of_batch(func, *args)
+            assert self.sequence is not None
+            return of_all_ranks(self.sequence, known, func, args)
         if func in DRAWS:
             drawn = self._draw(func, args, kwargs)
             return drawn if known is None else known.drawn(drawn, func, args, kwargs)

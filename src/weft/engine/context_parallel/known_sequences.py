@@ -48,7 +48,6 @@ from .whole_marks import (
     forget_fixed,
     forget_values,
     is_alike,
-    is_fixed,
     is_marked,
     is_plain,
     set_alike,
@@ -202,20 +201,6 @@ class KnownSequences:
         if isinstance(made, Tensor) and not counts_positions(given) and not [*tensors_of(given)]:
             return set_alike(made)
         return self.mark(made, func, args, kwargs)
-
-    def of_batch(self, func: Callable[..., Any], x: Tensor, *given: Any) -> Any:
-        """A mean, or a number of elements, of all ranks (`weft.nn.BatchNorm`). What is of no
-        position, as an image, is the same on all ranks that share the sequence."""
-        found = func(x, *given)
-        if not is_fixed(x):
-            if isinstance(found, int) and not is_marked(x):
-                raise self._masked.refusal(
-                    "whether a batch norm takes positions, or what all ranks have, as images, is"
-                    " not known where it runs"
-                )
-            return found
-        self.use()
-        return found // self._own.ranks if isinstance(found, int) else set_fixed(found)
 
     def rows(self, part: Tensor) -> Tensor | None:
         """Of pairs of positions [..., queries, keys], those of this rank's queries with all keys;

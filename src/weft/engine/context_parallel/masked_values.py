@@ -113,7 +113,7 @@ class MaskedValues:
         if not dims or (whole is not None and whole_of(x) is not None):
             return None
         if whole is None or is_marked(source):
-            raise self.refusal(
+            raise self._refusal(
                 "masked_scatter takes a mask or values that a rank knows at its own positions alone"
             )
         self._use()
@@ -150,7 +150,7 @@ class MaskedValues:
         elif not (isinstance(value, Tensor) and is_marked(value)) and numbers_positions(
             target, index
         ):
-            raise self.refusal("the model sets a value at positions that it numbers in Python")
+            raise self._refusal("the model sets a value at positions that it numbers in Python")
         return target, index, value
 
     def rows(self, part: Tensor, whole: Tensor) -> Tensor | None:
@@ -160,7 +160,7 @@ class MaskedValues:
             return None
         key = len(part), len(whole)
         if key in self._rows and self._rows[key] is None:
-            raise self.refusal(
+            raise self._refusal(
                 "two masks are set at equally many positions: which rows are meant is unclear"
             )
         return self._rows.get(key)
@@ -180,9 +180,9 @@ class MaskedValues:
         in all."""
         dims = dims_of_positions(mask)
         if not torch.equal(self._cut(whole, dims), mask):
-            raise self.refusal("the positions of a mask stand in another order than in the batch")
+            raise self._refusal("the positions of a mask stand in another order than in the batch")
         every = whole.flatten().cumsum(0).view(whole.shape)
         return self._cut(every, dims)[mask] - 1, int(whole.sum())
 
-    def refusal(self, problem: str) -> UnsupportedModel:
+    def _refusal(self, problem: str) -> UnsupportedModel:
         return UnsupportedModel("layout", self._layout, problem, "use dp or fsdp")

@@ -13,11 +13,6 @@ class OwnPositions:
     def __init__(self, length: int, mine: Tensor):
         self._length, self._mine = length, mine
 
-    @property
-    def ranks(self) -> int:
-        """How many share the sequence."""
-        return self._length // len(self._mine)
-
     def cut(self, whole: Tensor, dims: Iterable[int]) -> Tensor:
         """The part of a tensor whose `dims` count positions, or samples and positions in one."""
         for dim in dims:
