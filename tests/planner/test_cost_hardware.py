@@ -42,6 +42,21 @@ SHEETS: dict[str, tuple[dict[str, float], float, float]] = {
         184,
         8.0,
     ),
+    "b300": (
+        {"fp8": 4500, "bf16": 2250, "fp16": 2250, "tf32": 1125, "fp32": 75, "fp64": 1.2},
+        268.6,
+        7.7,
+    ),
+    "gb300": (
+        {"fp8": 5000, "bf16": 2500, "fp16": 2500, "tf32": 1250, "fp32": 80, "fp64": 1.3},
+        277.5,
+        8.0,
+    ),
+    "gh200": (
+        {"fp8": 1979, "bf16": 989, "fp16": 989, "tf32": 494, "fp32": 67, "fp64": 67},
+        95.2,
+        4.0,
+    ),
     "h100-pcie": ({"fp8": 1513, "bf16": 756, "fp16": 756, "tf32": 378, "fp32": 51}, 79.1, 2.0),
     "h20": ({"fp8": 296, "bf16": 148, "fp16": 148, "tf32": 74, "fp32": 44}, 95.2, 4.0),
     "l40s": ({"fp8": 733, "bf16": 362, "fp16": 362, "tf32": 183, "fp32": 91.6}, 44.4, 0.864),
@@ -149,7 +164,7 @@ def test_a_card_with_another_memory_is_refused_with_those_that_there_are() -> No
     with pytest.raises(ConfigError, match=said):
         Cluster.parse("a100-64x8")
     with pytest.raises(ConfigError, match="there is no such sheet"):
-        Cluster.parse("b300-80x8")
+        Cluster.parse("b400-80x8")
 
 
 def test_an_era_is_like_that_of_another_sheet_but_for_what_it_states() -> None:
