@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import weft
+from weft.core import UnsupportedModel
 from weft.launch.local_workers import Pool
 from weft.nn.losses import next_token
 
@@ -83,3 +84,27 @@ def test_they_equal_one_device(pool: Pool, norm: str, layout: str) -> None:
     for found, tracked in pool.run(trained, norm, layout, world=world):
         assert found == pytest.approx(losses, rel=1e-9)
         torch.testing.assert_close(tracked, buffers, rtol=1e-9, atol=0)
+
+
+def of_positions(net: Net, x: Tensor) -> Tensor:
+    return net.by_position(x)
+
+
+def refused(layout: str) -> str:
+    model = Net(of_positions)
+    model.by_position = nn.BatchNorm1d(LENGTH, affine=False, track_running_stats=False)
+    inputs = ("input_ids", "picture")
+    plan = weft.plan(model, layout, batch=SAMPLES, loss=next_token, precision="fp32", inputs=inputs)
+    engine = weft.Engine(model, plan, optimizer=sgd, loss=next_token, device="cpu")
+    batch = {k: v.float() if v.is_floating_point() else v for k, v in batch_of(0).items()}
+    try:
+        engine.step(engine.local(batch))
+    except UnsupportedModel as error:
+        return error.problem
+    return ""
+
+
+def test_positions_as_channels_are_refused(pool: Pool) -> None:
+    """Each rank has other channels, of which a mean over ranks is none."""
+    for problem in pool.run(refused, "cp2", world=2):
+        assert "positions for channels" in problem

@@ -5,6 +5,7 @@ import torch
 
 from weft._torch.tensors import fake_mode
 from weft.models import decoder
+from weft.parallel.traced_chains.feature_mode import _reshaped
 from weft.parallel.traced_chains.followed_forward import follow
 from weft.parallel.without_elements import copy_without_elements
 
@@ -25,3 +26,14 @@ def test_labels_do_not_grow_with_positions(batch: int) -> None:
     assert rows == {"blocks.0.attention.wo", "blocks.0.mlp.down"}
     widest = max(t.untyped_storage().nbytes() for t in followed.trace.seen)
     assert widest <= 8 * 4 * WIDTH * WIDTH, f"labels of {widest} bytes"
+
+
+@pytest.mark.parametrize(
+    ("shape", "view"),
+    [((), []), ((1,), []), ((), [1]), ((2, 3, 4), [2, 3, -1, 1]), ((2, 3, 4), [6, 4])],
+)
+def test_views_of_expanded_labels(shape: tuple[int, ...], view: list[int]) -> None:
+    """Of no dims, too."""
+    labels = torch.arange(1, 1 + (shape[-1] if shape else 1))
+    labels = (labels if shape else labels[0]).expand(shape)
+    assert torch.equal(_reshaped(labels, view), labels.reshape(view))

@@ -314,6 +314,39 @@ class Constant(nn.Module):
         return self.b(self.a(x).unflatten(-1, (HEADS, SIZE)).softmax(-1).flatten(-2))
 
 
+class TwoActivations(nn.Module):
+    """The first features have another activation, which the first rank alone would have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x)
+        return self.b(torch.cat([hidden[..., :2].relu(), hidden[..., 2:].tanh()], -1))
+
+
+class ZeroesFirst(TwoActivations):
+    """A number is written over the first features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.a(x).tanh()
+        hidden[..., :2] = 0
+        return self.b(hidden)
+
+
+class HeadByHead(TwoActivations):
+    """A loop over heads, of which each rank has its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = DIM // 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.a(x).unflatten(-1, (-1, self.each)).unbind(-2)
+        return self.b(torch.cat([head.softmax(-1) for head in heads], -1))
+
+
 class Mirrored(nn.Module):
     """Each feature of the hidden layer meets that of the same number from the end."""
 
@@ -522,6 +555,9 @@ TO_TRACE = {
     "normed-whole": Expected(NormedWhole),
     "talking": Expected(Talking),
     "constant": Expected(Constant),
+    "two-activations": Expected(TwoActivations),
+    "zeroes-first": Expected(ZeroesFirst),
+    "head-by-head": Expected(HeadByHead, ("a.weight", "a.bias", "b.weight")),
     "mirrored": Expected(Mirrored),
     "penalized": Expected(Penalized),
     "numbered": Expected(Numbered),

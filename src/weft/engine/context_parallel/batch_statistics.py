@@ -11,7 +11,7 @@ from weft.core import UnsupportedModel
 
 from .known_sequences import KnownSequences
 from .sequence import ContextParallel
-from .whole_marks import is_fixed, is_marked, set_fixed
+from .whole_marks import dims_of_positions, is_fixed, is_marked, set_fixed
 
 
 def of_all_ranks(
@@ -20,6 +20,13 @@ def of_all_ranks(
     """A mean, or a number of elements, of all ranks (`weft.nn.BatchNorm`). What is of no position,
     as an image, is the same on all ranks that share the sequence, and counts once."""
     x: Tensor = args[0]
+    if 1 in dims_of_positions(x):  # each rank has other channels
+        raise UnsupportedModel(
+            "layout",
+            str(sequence.layout),
+            "a batch norm takes positions for channels, and each rank has some of them",
+            "use dp or fsdp",
+        )
     found = func(*args)
     if is_fixed(x):
         known.use()

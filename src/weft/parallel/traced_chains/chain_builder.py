@@ -61,6 +61,7 @@ class ChainBuilder:
             self.features[name] = np.array([place[label] for label in own])
         self.labels = vector.unique()
         self.shapes = self._shapes()
+        self.together = self._together(place)
         self.operators = 0
 
     def chain(self) -> Chain | None:
@@ -108,7 +109,15 @@ class ChainBuilder:
             tried = replace(chain, cuts=cuts, parameters=own, arguments=arguments)
             call, model = self.followed.calls[scope], self.model
             trial = ChainTrial(
-                model, tried, scope, call, self.features, self.shapes, self.size, self.mode
+                model,
+                tried,
+                scope,
+                call,
+                self.features,
+                self.shapes,
+                self.together,
+                self.size,
+                self.mode,
             )
             for attributes in self._attributes(scope):
                 if self.operators + trial.operators > OPERATORS:
@@ -237,6 +246,14 @@ class ChainBuilder:
                 apart = tuple(varies(classes, dim) for dim in range(classes.ndim))
                 found.add((tuple(shape), apart))
         return found
+
+    def _together(self, place: Mapping[int, int]) -> set[frozenset[int]]:
+        """Which of these classes each tensor has."""
+        classes = self.followed.trace.classes
+        found = (
+            classes.classes(labels).unique().tolist() for labels, _ in self.followed.trace.seen
+        )
+        return {frozenset(place[label] for label in each if label in place) for each in found}
 
     def _drops_well(self, one_run: bool) -> bool:
         """Whether the masks of dropout can be those of one device: heads before queries and keys,

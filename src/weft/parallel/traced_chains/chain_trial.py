@@ -3,7 +3,7 @@ do the same features meet in it as in the whole?"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -35,6 +35,7 @@ class ChainTrial:
         call: what it is called with.
         classes: column or row -> the class of each of its features [features].
         shapes: of the tensors in the whole that have these classes.
+        together: which of these classes each tensor in the whole has.
         size: how many ranks share it.
         mode: that of the tensors in `call`.
     """
@@ -47,13 +48,15 @@ class ChainTrial:
         call: Call,
         classes: Mapping[str, np.ndarray],
         shapes: Shapes,
+        together: Collection[frozenset[int]],
         size: int,
         mode: FakeTensorMode,
     ):
         self._chain, self._scope, self._call, self._size = chain, scope, call, size
         self._classes, self._shapes, self._mode = classes, shapes, mode
         self._part = cut_copy(model.get_submodule(scope), model, (chain,), size, mode)
-        self._held = {n: _kept(chain.cuts[n], size) for n in classes}
+        self._together = together
+        self._held = {n: _kept(chain.cuts[n], 0, size) for n in classes}
         self.operators = 0  # how many were run
 
     def run(self, attributes: dict[str, tuple[tuple[str, int], ...]]) -> Chain | None:
@@ -102,6 +105,8 @@ class ChainTrial:
             return None
         if not all(lies_as_in(self._shapes, shape) for _, shape in trace.seen):
             return None  # a view has taken features of one position for those of others
+        if not all(self._takes_as_whole(trace, rank) for rank in range(self._size)):
+            return None
         if chain.entry is None:
             return chain
         if trace.before & trace.after or any(mode.has_entered(t) for t in outputs):
@@ -127,6 +132,25 @@ class ChainTrial:
         pairs = set(zip(torch.cat(here).tolist(), np.concatenate(there).tolist(), strict=True))
         local, whole = ({pair[i] for pair in pairs} for i in (0, 1))
         return 0 not in local and len(pairs) == len(local) == len(whole)
+
+    def _takes_as_whole(self, trace: FeatureTrace, rank: int) -> bool:
+        """Whether each tensor has those of a rank's classes that one in the whole has. Not so, say,
+        where the first four features are scaled, which no other rank has."""
+        inside = self._names()  # in the part -> in the model
+        ranks: dict[int, int] = {}  # class in the part -> in the whole
+        for own, name in inside.items():
+            if name == self._chain.row:
+                continue
+            every = trace.classes.of_column(own, 0)[torch.from_numpy(self._held[name])]
+            there = self._classes[name][_kept(self._chain.cuts[name], rank, self._size)]
+            if len(there) != len(every):
+                continue
+            here = trace.classes.classes(every)
+            ranks |= dict(zip(here.tolist(), there.tolist(), strict=True))
+        mine = frozenset(ranks.values())
+        whole = {frozenset(), *(each & mine for each in self._together)}
+        seen = (trace.classes.classes(labels).unique().tolist() for labels, _ in trace.seen)
+        return all(frozenset(ranks[c] for c in each if c in ranks) in whole for each in seen)
 
     def _names(self) -> dict[str, str]:
         """Name of a linear inside of the module -> in the model."""
@@ -154,6 +178,6 @@ def _inside(name: str, scope: str) -> str:
     return "" if name == scope else name.removeprefix(f"{scope}." if scope else "")
 
 
-def _kept(cut: DimShard, size: int) -> np.ndarray:
-    """The features of the first rank."""
-    return np.concatenate([np.arange(*interval) for interval in cut.intervals(0, size)])
+def _kept(cut: DimShard, rank: int, size: int) -> np.ndarray:
+    """The features of a rank."""
+    return np.concatenate([np.arange(*interval) for interval in cut.intervals(rank, size)])

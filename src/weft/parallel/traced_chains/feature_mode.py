@@ -312,7 +312,7 @@ def _reshaped(labels: Tensor, shape: Sequence[int]) -> Tensor:
     while kept < min(labels.ndim, len(made)) and labels.shape[kept] == made[kept]:
         kept += 1
     small = narrow(labels, range(kept))
-    return small.reshape(*small.shape[:kept], *made[kept:]).expand(made)
+    return small.reshape([*small.shape[:kept], *made[kept:]]).expand(made)
 
 
 def _lies_along(labels: Tensor) -> bool:
