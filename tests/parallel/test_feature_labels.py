@@ -24,7 +24,7 @@ def test_labels_do_not_grow_with_positions(batch: int) -> None:
     assert followed.ended
     rows = {name for name in followed.trace.rows if not name.startswith("head")}
     assert rows == {"blocks.0.attention.wo", "blocks.0.mlp.down"}
-    widest = max(t.untyped_storage().nbytes() for t in followed.trace.seen)
+    widest = max(t.untyped_storage().nbytes() for t, _ in followed.trace.seen)
     assert widest <= 8 * 4 * WIDTH * WIDTH, f"labels of {widest} bytes"
 
 

@@ -330,7 +330,7 @@ class ZeroesFirst(TwoActivations):
     """A number is written over the first features."""
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.a(x).tanh()
+        hidden = self.a(x).tanh().clone()
         hidden[..., :2] = 0
         return self.b(hidden)
 

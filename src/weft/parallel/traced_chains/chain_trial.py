@@ -19,6 +19,7 @@ from weft.nn import Chain, local_attributes, set_attribute
 from ..cut_copy import FAILS, cut_copy
 from ..divided_arguments import named_arguments, positional_names, take_part
 from ..without_elements import without_elements
+from .feature_labels import LabelClasses
 from .feature_marks import FeatureTrace
 from .feature_mode import FeatureMode
 from .followed_forward import Call
@@ -105,7 +106,9 @@ class ChainTrial:
             return None
         if not all(lies_as_in(self._shapes, shape) for _, shape in trace.seen):
             return None  # a view has taken features of one position for those of others
-        if not all(self._takes_as_whole(trace, rank) for rank in range(self._size)):
+        classes = trace.classes
+        seen = {frozenset(classes.classes(each).unique().tolist()) for each, _ in trace.seen}
+        if not all(self._takes_as_whole(classes, seen, rank) for rank in range(self._size)):
             return None
         if chain.entry is None:
             return chain
@@ -133,23 +136,25 @@ class ChainTrial:
         local, whole = ({pair[i] for pair in pairs} for i in (0, 1))
         return 0 not in local and len(pairs) == len(local) == len(whole)
 
-    def _takes_as_whole(self, trace: FeatureTrace, rank: int) -> bool:
+    def _takes_as_whole(
+        self, classes: LabelClasses, seen: Collection[frozenset[int]], rank: int
+    ) -> bool:
         """Whether each tensor has those of a rank's classes that one in the whole has. Not so, say,
-        where the first four features are scaled, which no other rank has."""
+        where the first four features are scaled, which no other rank has. `seen`: which classes
+        each has, in the part."""
         inside = self._names()  # in the part -> in the model
         ranks: dict[int, int] = {}  # class in the part -> in the whole
         for own, name in inside.items():
             if name == self._chain.row:
                 continue
-            every = trace.classes.of_column(own, 0)[torch.from_numpy(self._held[name])]
+            every = classes.of_column(own, 0)[torch.from_numpy(self._held[name])]
             there = self._classes[name][_kept(self._chain.cuts[name], rank, self._size)]
             if len(there) != len(every):
                 continue
-            here = trace.classes.classes(every)
+            here = classes.classes(every)
             ranks |= dict(zip(here.tolist(), there.tolist(), strict=True))
         mine = frozenset(ranks.values())
         whole = {frozenset(), *(each & mine for each in self._together)}
-        seen = (trace.classes.classes(labels).unique().tolist() for labels, _ in trace.seen)
         return all(frozenset(ranks[c] for c in each if c in ranks) in whole for each in seen)
 
     def _names(self) -> dict[str, str]:
