@@ -83,9 +83,12 @@ def trainees_of(
 def _encode_nearby(
     coded: Iterable[GradientExchange | WeightExchange], plan: Plan, seed: int | None
 ) -> None:
-    for each in coded if seed is not None else ():
-        generator = torch.Generator().manual_seed(seed or 0)
-        together = plan.sync is not None and plan.sync.codec.name == "powersgd"
+    """What these encode is changed by a few roundings. `seed`: of the changes; None: of none."""
+    if seed is None:
+        return
+    together = plan.sync is not None and plan.sync.codec.name == "powersgd"
+    for each in coded:
+        generator = torch.Generator().manual_seed(seed)
         each.near = partial(rounded, generator=generator, together=together)
 
 
