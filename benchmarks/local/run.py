@@ -22,6 +22,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import parts  # noqa: E402
 import runs  # noqa: E402
+from torch import nn  # noqa: E402
 
 from weft.launch import local_workers  # noqa: E402
 from weft.planner.calibrate import measure as command  # noqa: E402
@@ -72,10 +73,10 @@ def of(size: str) -> RunQuery:
 
 def predicted(case: runs.Case, sheet: str) -> Estimate:
     made = hardware.parse_sheet(sheet, "sheet")
-    here = of(case.size)
+    here, unnamed = of(case.size), nn.Module()  # recompute names no module
     cluster = hardware.Cluster(hardware=made, devices=2)
     return estimate(
-        here.work, layout_of_run(case.run()), cluster, made.era(ERA), here.practice, here.sync
+        here.work, layout_of_run(case.run(), unnamed), cluster, made.era(ERA), here.practice, here.sync
     )
 
 
