@@ -129,7 +129,7 @@ class ShardingTrial:
         axes = CUTTING if sequence is None else (*CUTTING, *SEQUENCE_AXES)
         plan = _restricted(plan, axes)
         if whole is None:
-            plan = replace(plan, steps=(), heads=())
+            plan = replace(plan, steps=(), heads=(), batchnorms=())
         # a rounding to float8 would hide what a layout changes
         plan = replace(plan, precision=way.precision, reduce="fp32", float8=None)
         model, mesh = copy_without_weights(self._model), self._mesh
@@ -292,7 +292,8 @@ def _restricted(plan: Plan, axes: tuple[str, ...]) -> Plan:
             continue
         params = tuple(p for p in step.params if p.axis in axes)
         steps.append(replace(step, params=params, gather=None))
-    return replace(plan, steps=tuple(steps), batchnorms=(), staging=None, staged=None, sync=None)
+    norms = plan.batchnorms if set(SEQUENCE_AXES) & set(axes) else ()
+    return replace(plan, steps=tuple(steps), batchnorms=norms, staging=None, staged=None, sync=None)
 
 
 def _errors(whole: TrialRecord, found: TrialRecord) -> Iterator[tuple[str, float]]:
