@@ -47,8 +47,8 @@ def batch_sums(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tens
 
 
 class BatchNorm(_BatchNorm):
-    """`torch.nn.BatchNorm*d` over the rows of all ranks of a group; without a group, of this rank's.
-    Statistics are float32 beside weights in bf16, for which torch's own has no kernel."""
+    """`torch.nn.BatchNorm*d` over the rows of all ranks of a group, or of this rank. Statistics are
+    float32 beside weights in bf16, for which torch's own has no kernel."""
 
     group: dist.ProcessGroup | None
 
