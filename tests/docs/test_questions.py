@@ -58,6 +58,7 @@ QUESTIONS = [
         ("which layout for 8B on 8 A100", FAQ, "which-layout-for-8b", "it is `fsdp8+zero2`"),
         ("how do I use gradient accumulation with DDP no_sync", FAQ, "how-do-i-use-gradient",
          "`train.accumulate` cuts the batch"),
+        ("no_sync", "systems/ddp", "no_sync-accumulation", "weft reduces on the last one by"),
         ("why is GPU memory still high under FSDP", FAQ, "why-is-gpu-memory-still",
          "does not shard activations"),
         ("FSDP uses as much memory as DDP", FAQ, "why-is-gpu-memory-still",
