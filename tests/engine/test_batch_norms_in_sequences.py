@@ -28,6 +28,7 @@ class Net(nn.Module):
             nn.Conv2d(12, WIDTH, (3, 1), padding=(1, 0)), nn.BatchNorm2d(WIDTH), nn.ReLU()
         )
         self.norm, self.tokens = nn.BatchNorm1d(WIDTH), nn.Embedding(VOCAB, WIDTH)
+        self.momentary = nn.BatchNorm1d(WIDTH, track_running_stats=False)
         self.block, self.head = Block(), nn.Linear(WIDTH, VOCAB)
 
     def forward(self, input_ids: Tensor, picture: Tensor) -> Tensor:
@@ -47,7 +48,11 @@ def flattened(net: Net, x: Tensor) -> Tensor:
     return net.norm(x.reshape(samples * length, width)).reshape(samples, length, width)
 
 
-NORMS = {each.__name__: each for each in (by_channel, flattened)}
+def untracked(net: Net, x: Tensor) -> Tensor:
+    return net.momentary(x.transpose(1, 2)).transpose(1, 2)
+
+
+NORMS = {each.__name__: each for each in (by_channel, flattened, untracked)}
 
 
 def batch_of(step: int) -> dict[str, Tensor]:

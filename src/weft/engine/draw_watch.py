@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -86,6 +87,27 @@ class DrawWatch:
         for state, generator in zip(self._states, self._generators, strict=True):
             generator.set_state(state)
         _put_back(self._buffers)
+
+
+@contextmanager
+def draws_seeded(model: nn.Module, device: torch.device, seed: int) -> Iterator[None]:
+    """Inside of this context torch, Python and numpy draw from this seed on; after it they go on
+    as if nothing had been drawn."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        watch = DrawWatch(model, default_generators(device))
+        watch.begin(seed)
+        try:
+            yield
+        finally:
+            watch.end()
+
+
+def default_generators(device: torch.device) -> list[torch.Generator]:
+    """What torch draws from, on the host and on a device."""
+    found = [torch.default_generator]
+    if device.type == "cuda":
+        found.append(torch.cuda.default_generators[device.index or 0])
+    return found
 
 
 def _put_back(buffers: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -78,6 +78,7 @@ from .setup import (
     sum_over_ranks,
 )
 from .sharding_trial import check_attention
+from .training_modes import training_modes
 
 
 class EngineKeywords(TypedDict, total=False):
@@ -172,7 +173,7 @@ class Engine:
         self.sequence.graphs = compiled_modules(model, plan, options)
         if self.sequence:
             require_positionwise(self._prepared.loss)
-        modes = {n: m.training or not model.training for n, m in model.named_modules()}
+        modes = training_modes(model)
         self.trial: Trials | None = Trials.of(model, plan, self.mesh, self.sequence, sample, loss)
         self._shard(options)
         if sample is not None:

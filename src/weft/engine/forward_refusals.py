@@ -82,10 +82,9 @@ def does_not_run_in_part(plan: Plan, module: str, cause: BaseException) -> Mixes
 
 
 def has_no_backward_to_try(plan: Plan, cause: BaseException) -> UnsupportedModel:
-    """The refusal of a model whose backward raises in the trial, also where it is whole: some run
-    it in training mode alone."""
-    problem = "weft tries this layout before the first step, in evaluation mode, where the model's"
-    problem += f" backward raises: {_first_line(cause)}"
+    """The refusal of a model whose backward raises in the trial, also where it is whole."""
+    problem = "weft tries this layout before the first step, where the model's backward raises:"
+    problem += f" {_first_line(cause)}"
     return UnsupportedModel("layout", str(plan.layout), problem, "use dp or fsdp")
 
 

@@ -35,8 +35,7 @@ from weft.nn import (
     Draws,
     EagerAttention,
     Randomness,
-    batch_count,
-    batch_mean,
+    batch_sums,
     causal_mask,
     count_choices,
     expert_shares,
@@ -172,7 +171,7 @@ class FunctionOverrides(TorchFunctionMode):
             with self:
                 return OPENED_FUNCTIONS[func](*args, **kwargs)
         known, counts = self._followed()
-        if known is not None and func in (batch_mean, batch_count):
+        if known is not None and func is batch_sums:
             assert self.sequence is not None
             return of_all_ranks(self.sequence, known, func, args)
         if func in DRAWS:

@@ -9,7 +9,7 @@ forward changes: none is the same for one sample and for two.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ from weft.core import ConfigError, Refusal, UnsupportedModel
 from weft.nn import is_whole_batch, weighed_loss, widened
 from weft.pipeline import map_tensors, tensors_in
 
-from .draw_watch import DrawWatch
+from .draw_watch import DrawWatch, default_generators
 from .microbatch import Batch
 from .random_projection import RandomProjection, size_of
 from .trial_run import first_tensor
@@ -75,8 +75,7 @@ class SamplePair:
         """What mixes the samples; None if nothing does, or if that cannot be said."""
         if any(isinstance(m, _BatchNorm) and m.running_mean is None for m in self._model.modules()):
             return None
-        drawn = list(dict.fromkeys((torch.default_generator, *_cuda_generator(self._device))))
-        watch = DrawWatch(self._model, drawn)
+        watch = DrawWatch(self._model, default_generators(self._device))
         with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
             watch.begin(0)
             found: Mixing | None = None
@@ -271,8 +270,3 @@ def _real(leaf: Tensor) -> bool:
 
 def _numbers(found: tuple[Tensor, Any]) -> tuple[float, float]:
     return float(found[0].detach()), float(found[1])
-
-
-def _cuda_generator(device: torch.device) -> Iterator[torch.Generator]:
-    if device.type == "cuda":
-        yield torch.cuda.default_generators[device.index or 0]

@@ -82,7 +82,7 @@ class SampleTrial:
             raise mixing_error(found, self._model, self._loss, _divided(self._plan))
 
     def _find(self, way: TrialWay, held: dict[str, LocalShard]) -> Mixing | None:
-        plan, model = self._plan, copy_without_weights(self._model)
+        plan, model = self._plan, copy_without_weights(self._model).eval()
         alone = replace(
             plan,
             steps=(),

@@ -1,8 +1,8 @@
 """The trial before the first step: does the sharded model compute what the whole model does?
 
-One forward and backward of each, on a short sample, from the same weights: the output, and the
-gradient of every parameter, agree as far as rounding allows. In float64 where that is possible, as
-a fault may change less than what bf16 rounds.
+One forward and backward of each in training mode, on a short sample, from the same weights: the
+output, and the gradient of every parameter, agree as far as rounding allows. In float64 where that
+is possible, as a fault may change less than what bf16 rounds.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from math import inf, isfinite, sqrt
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from weft.core import (
     DTYPES,
@@ -29,6 +30,7 @@ from weft.parallel import SEQUENCE_AXES, Mesh, parallelize
 from .all_ranks_come import all_ranks_come
 from .context_parallel.sequence import ContextParallel
 from .context_parallel.whole_sequence import compute_graphs_on_parts, run_on_whole_sequences
+from .draw_watch import draws_seeded
 from .forward_refusals import (
     CUTTING,
     advice,
@@ -40,6 +42,7 @@ from .function_overrides import FunctionOverrides
 from .gathered_model import copy_without_weights
 from .microbatch import Batch, MicroBatch
 from .random_projection import size_of
+from .training_modes import training_modes
 from .trial_run import TrialError, TrialRecord, TrialRun
 from .trial_ways import TrialWay, positions_of, trial_ways
 from .whole_role import (
@@ -62,7 +65,10 @@ class ShardingTrial:
     def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, sequence: ContextParallel):
         self._plan, self._mesh, self._sequence = plan, mesh, sequence
         self._model = copy_without_weights(model)
-        self._model.train(model.training)
+        modes = training_modes(model)
+        for name, module in self._model.named_modules():
+            tracks = isinstance(module, _BatchNorm) and module.running_mean is not None
+            module.training = modes[name] and not tracks  # one sample may have no variance
 
     @classmethod
     def of(
@@ -129,7 +135,7 @@ class ShardingTrial:
         axes = CUTTING if sequence is None else (*CUTTING, *SEQUENCE_AXES)
         plan = _restricted(plan, axes)
         if whole is None:
-            plan = replace(plan, steps=(), heads=())
+            plan = replace(plan, steps=(), heads=(), batchnorms=())
         # a rounding to float8 would hide what a layout changes
         plan = replace(plan, precision=way.precision, reduce="fp32", float8=None)
         model, mesh = copy_without_weights(self._model), self._mesh
@@ -142,7 +148,8 @@ class ShardingTrial:
         micro = MicroBatch(way.sample, model_arguments(inputs, way.sample))
         if sequence is not None:
             micro = sequence.cut(way.sample)
-        return run(micro, positions_of(self._sequence, way.sample))
+        with draws_seeded(model, mesh.device, 0):
+            return run(micro, positions_of(self._sequence, way.sample))
 
     def _compare_in_part(
         self, way: TrialWay, held: dict[str, LocalShard], whole: TrialRecord
@@ -292,7 +299,8 @@ def _restricted(plan: Plan, axes: tuple[str, ...]) -> Plan:
             continue
         params = tuple(p for p in step.params if p.axis in axes)
         steps.append(replace(step, params=params, gather=None))
-    return replace(plan, steps=tuple(steps), batchnorms=(), staging=None, staged=None, sync=None)
+    norms = plan.batchnorms if set(SEQUENCE_AXES) & set(axes) else ()
+    return replace(plan, steps=tuple(steps), batchnorms=norms, staging=None, staged=None, sync=None)
 
 
 def _errors(whole: TrialRecord, found: TrialRecord) -> Iterator[tuple[str, float]]:

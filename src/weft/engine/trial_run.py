@@ -10,15 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from weft._torch.autograd import in_backward
 from weft._torch.tensors import without_function_modes
 from weft.core import COPY, DTYPES, EXPERTS, SUM, DtypeRule, LocalShard, Plan, Refusal, Weight
-from weft.nn import DROPOUTS, module_calls
+from weft.nn import module_calls
 from weft.parallel import FEATURE_AXES, SEQUENCE_AXES, Mesh
 from weft.pipeline import tensors_in
 
@@ -29,6 +27,7 @@ from .function_overrides import FunctionOverrides
 from .gathered_model import GatheredModel
 from .microbatch import MicroBatch
 from .random_projection import RandomProjection
+from .trial_functions import TrialFunctions
 
 Call = tuple[str, int]  # a module, and which call of it
 
@@ -45,21 +44,6 @@ class TrialRecord:
     output: Tensor | None = None
     output_shape: tuple[int, ...] = ()
     sizes: dict[str, float] = field(default_factory=dict)  # squared norms of gradients
-
-
-class _NoDropout(TorchFunctionMode):
-    """What draws masks also in evaluation mode draws none: others would be drawn for the whole."""
-
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        if func is F.scaled_dot_product_attention:
-            args, kwargs = (*args[:4], *((0.0,) if len(args) > 4 else ()), *args[5:]), dict(kwargs)
-            kwargs.pop("dropout_p", None)
-        return func(*args, **kwargs)
 
 
 class TrialError(Exception):
@@ -105,7 +89,7 @@ class TrialRun:
             functions = FunctionOverrides(sequence.randomness, False, sequence)
             modes.append(lambda: functions)
 
-        modes.append(_NoDropout)  # the innermost: sees calls first
+        modes.append(TrialFunctions)  # the innermost: sees calls first
 
         def around() -> ExitStack:
             stack = ExitStack()
@@ -113,7 +97,7 @@ class TrialRun:
                 stack.enter_context(mode())
             return stack
 
-        for module in model.eval().modules():
+        for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_floating_point() and not self._rule.low:
                     setattr(module, name, buffer.to(self._dtype))

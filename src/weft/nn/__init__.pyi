@@ -14,8 +14,7 @@ from .attention_masks import (
 from .batch_labels import IGNORED as IGNORED, check_labels as check_labels
 from .batchnorm import (
     BatchNorm as BatchNorm,
-    batch_count as batch_count,
-    batch_mean as batch_mean,
+    batch_sums as batch_sums,
 )
 from .block_lists import block_lists as block_lists, callable_blocks as callable_blocks
 from .chain_parts import (

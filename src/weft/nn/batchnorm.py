@@ -33,28 +33,22 @@ class _Sum(torch.autograd.Function):
         return grad, None
 
 
-def batch_mean(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[n, c, ...] -> [c], over all ranks of a group, each of which has as many elements."""
+def batch_sums(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    """[n, c, ...] -> [c], the sum of each channel, and [], how many elements it has: over all ranks
+    of a group, one of which may have more rows than another. The count has no gradient."""
     if function_modes():
-        found: Tensor = handle_torch_function(batch_mean, (x,), x, group)
+        found: tuple[Tensor, Tensor] = handle_torch_function(batch_sums, (x,), x, group)
         return found
-    mean = x.mean([d for d in range(x.ndim) if d != 1])
-    return mean if group is None else _Sum.apply(mean, group) / dist.get_world_size(group)
-
-
-def batch_count(x: Tensor, group: dist.ProcessGroup | None) -> int:
-    """How many elements all ranks of a group have of each channel."""
-    if function_modes():
-        found: int = handle_torch_function(batch_count, (x,), x, group)
-        return found
-    ranks = 1 if group is None else dist.get_world_size(group)
-    return x.numel() // x.shape[1] * ranks
+    sums = x.sum([d for d in range(x.ndim) if d != 1])
+    together = torch.cat([sums, sums.new_full((1,), x.numel() // x.shape[1])])
+    if group is not None:
+        together = _Sum.apply(together, group)
+    return together[:-1], together[-1].detach()
 
 
 class BatchNorm(_BatchNorm):
-    """`torch.nn.BatchNorm*d` over all ranks of a group, each of which holds the same number of
-    samples; without a group, of this rank's. Statistics are float32 beside weights in bf16, for
-    which torch's own has no kernel."""
+    """`torch.nn.BatchNorm*d` over the rows of all ranks of a group, or of this rank. Statistics are
+    float32 beside weights in bf16, for which torch's own has no kernel."""
 
     group: dist.ProcessGroup | None
 
@@ -73,24 +67,27 @@ class BatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """[n, c, ...] -> the same shape. Ioffe and Szegedy 2015."""
         x = input if input.dtype == torch.float64 else input.float()
-        if not self.training:
+        if not self.training and self.running_mean is not None:
             weight, bias = (p if p is None else p.to(x.dtype) for p in (self.weight, self.bias))
             mean, var = self.running_mean, self.running_var
-            y = F.batch_norm(x, mean, var, weight, bias, mean is None, eps=self.eps)
+            y = F.batch_norm(x, mean, var, weight, bias, False, eps=self.eps)
             return y.to(input.dtype)
         shape = [-1 if d == 1 else 1 for d in range(x.ndim)]
-        mean = batch_mean(x, self.group)
+        sums, count = batch_sums(x, self.group)
+        rows = count.clamp(min=1)
+        mean = sums / rows
         centred = x - mean.view(shape)
-        var = batch_mean(centred.square(), self.group)
-        if self.track_running_stats:
-            count = batch_count(x, self.group)
-            self._track(mean.detach(), var.detach() * (count / max(1, count - 1)))
+        squares, _ = batch_sums(centred.square(), self.group)
+        var = squares / rows
+        if self.running_mean is not None:
+            self._track(mean.detach(), squares.detach() / (rows - 1).clamp(min=1), count)
         y = centred * torch.rsqrt(var + self.eps).view(shape)
         if self.affine:
             y = y * self.weight.view(shape) + self.bias.view(shape)
         return y.to(input.dtype)
 
-    def _track(self, mean: Tensor, var: Tensor) -> None:
+    def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
+        """Of no elements nothing is tracked, as in torch."""
         assert (
             self.running_mean is not None
             and self.running_var is not None
@@ -98,5 +95,5 @@ class BatchNorm(_BatchNorm):
         )
         self.num_batches_tracked.add_(1)
         rate = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), rate)
-        self.running_var.lerp_(var.to(self.running_var.dtype), rate)
+        for kept, new in ((self.running_mean, mean), (self.running_var, var)):
+            kept.lerp_(new.to(kept.dtype), (count > 0).to(kept.dtype) * rate)

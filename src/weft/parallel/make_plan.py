@@ -237,7 +237,8 @@ def _plan_checked(request: PlanRequest) -> Plan:
     norms = tuple(
         n
         for n, m in model.named_modules()
-        if isinstance(m, _BatchNorm) and (m.training or not model.training)
+        if isinstance(m, _BatchNorm)
+        and (m.training or not model.training or m.running_mean is None)
     )
     synced = norms if request.sync_batchnorm and layout.active_axes(*TOKEN_AXES) else ()
     staging, staged = None, None

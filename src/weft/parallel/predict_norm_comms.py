@@ -26,8 +26,8 @@ def batchnorm_comms(
     axis = ".".join(plan.layout.active_axes(*batchnorm_axes(plan, name)))
     if not axis:
         return
-    # [samples, channels, ...], of which a shape per sample lacks the first
-    nbytes = crossing.entered[0 if crossing.batched else 1] * max(4, itemsize)
+    # [samples, channels, ...], of which a shape per sample lacks the first; and how many elements
+    nbytes = (crossing.entered[0 if crossing.batched else 1] + 1) * max(4, itemsize)
     recomputed = ("recompute", "recompute") * again
     needing = crossing.needs_grad if crossing.needing is None else crossing.needing
     back = ("backward", "backward") * min(needing, count)

@@ -122,7 +122,7 @@ class PlainRun:
         outputs: list[Any] = []  # of a loss over the whole batch
         added: list[Tensor] = []  # losses of gates
         for piece in range(self.pieces):
-            micro = {key: value[piece * size : (piece + 1) * size] for key, value in batch.items()}
+            micro = self._piece(batch, piece)
             self.randomness.begin(step, list(range(piece * size, (piece + 1) * size)))
             kept = record is not None and self.pieces < self.plan.accumulate
             before = _state_of(self.model) if kept else None
@@ -191,15 +191,32 @@ class PlainRun:
         asked = {"loss": self.case.loss, **metrics}
         found = dict.fromkeys(asked, (0.0, 0.0))
         self.model.eval()
-        for batch in batches:
-            with self.case.mode(), self.functions(batch, None).active():
-                output = self.forward(batch)
+        for output, samples in (each for batch in batches for each in self._evaluated(batch)):
+            with self.case.mode(), self.functions(samples, None).active():
                 for name, function in asked.items():
-                    part, count, _ = loss_of(function, output, batch)
+                    part, count, _ = loss_of(function, output, samples)
                     total, weight = found[name]
                     found[name] = total + float(part), weight + float(count)
         self.model.train()
         return found
+
+    def _evaluated(self, batch: Batch) -> list[tuple[Any, Batch]]:
+        """Outputs and their samples: a microbatch at a time where a norm keeps no statistics."""
+        modules = self.model.modules()
+        alone = any(isinstance(m, _BatchNorm) and m.running_mean is None for m in modules)
+        pieces = [self._piece(batch, n) for n in range(self.pieces)] if alone else [batch]
+        found = []
+        for piece in pieces:
+            with self.case.mode(), self.functions(piece, None).active():
+                found.append((self.forward(piece), piece))
+        if is_whole_batch(self.case.loss) and len(pieces) > 1:
+            size = self.plan.batch // self.pieces
+            return [(_together([output for output, _ in found], size)[0], batch)]
+        return found
+
+    def _piece(self, batch: Batch, number: int) -> Batch:
+        size = self.plan.batch // self.pieces
+        return {key: value[number * size : (number + 1) * size] for key, value in batch.items()}
 
     @torch.no_grad()
     def output(self, batch: Batch) -> Any:

@@ -16,8 +16,8 @@ from .whole_marks import dims_of_positions, is_fixed, is_marked, set_fixed
 
 def of_all_ranks(
     sequence: ContextParallel, known: KnownSequences, func: Callable[..., Any], args: tuple
-) -> Any:
-    """A mean, or a number of elements, of all ranks (`weft.nn.BatchNorm`). What is of no position,
+) -> tuple[Tensor, Tensor]:
+    """Sums and the number of elements of all ranks (`weft.nn.batch_sums`). What is of no position,
     as an image, is the same on all ranks that share the sequence, and counts once."""
     x: Tensor = args[0]
     if 1 in dims_of_positions(x):  # each rank has other channels
@@ -27,11 +27,7 @@ def of_all_ranks(
             "a batch norm takes positions for channels, and each rank has some of them",
             "use dp or fsdp",
         )
-    found = func(*args)
-    if is_fixed(x):
-        known.use()
-        return found // sequence.size if isinstance(found, int) else set_fixed(found)
-    if isinstance(found, int) and not is_marked(x):
+    if not is_fixed(x) and not is_marked(x):
         raise UnsupportedModel(
             "layout",
             str(sequence.layout),
@@ -39,4 +35,8 @@ def of_all_ranks(
             " where it runs",
             "use dp or fsdp",
         )
-    return found
+    sums, count = func(*args)
+    if not is_fixed(x):
+        return sums, count
+    known.use()
+    return set_fixed(sums / sequence.size), set_fixed(count / sequence.size)

@@ -48,6 +48,7 @@ from ..pipeline.stage_compute import Loss, StageModel
 from ..protocol import StepResult
 from ..replica_sync.replicas import ReplicaSync
 from ..setup import check_offload_device
+from ..training_modes import training_modes
 from .calls import CallAnswer, ModuleCall, ModuleCalls, await_answer, check_unchanged, make_answer
 from .remote_state import RemoteState
 from .remote_tensor import RemoteTensor, drop_remote_weights
@@ -105,7 +106,7 @@ class Remote(RemoteState):
         # entered where a worker runs its modules
         self.around: tuple[Callable[[], AbstractContextManager], ...] = ()
         self.heard: Callable[[], None] = lambda: None  # told of every call that a worker answers
-        self._modes = {n: m.training or not model.training for n, m in model.named_modules()}
+        self._modes = training_modes(model)
         self._training: bool | None = None  # the mode that the model is in
         self.dispatch = parallelize(plan, model, self.mesh, self.randomness)
         wrap_blocks(plan, model, self.randomness)  # names places of dropout, recomputes

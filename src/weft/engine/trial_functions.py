@@ -1,0 +1,43 @@
+"""What is left out of a trial, so that the whole model and the sharded one compute with the same:
+random numbers, dropout, and the losses of gates, which are of the tokens of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from weft.nn import DRAWS, DROPOUTS, Draws, with_loss
+
+from .function_overrides import OPENED_FUNCTIONS
+
+
+class TrialFunctions(TorchFunctionMode):
+    """The innermost mode around a forward: it sees calls first. torch's functions that draw are
+    made of 0.5, the middle of a uniform distribution; dropout drops nothing; gates add no loss."""
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is with_loss:
+            return args[0]
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = (*args[:4], *((0.0,) if len(args) > 4 else ()), *args[5:]), dict(kwargs)
+            kwargs.pop("dropout_p", None)
+        if func in OPENED_FUNCTIONS:
+            with self:
+                return OPENED_FUNCTIONS[func](*args, **kwargs)
+        if func in DRAWS:
+            return DRAWS[func](Draws(_middle), *args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _middle(shape: torch.Size, device: torch.device, alike: bool) -> Tensor:
+    return torch.full(shape, 0.5, dtype=torch.float64, device=device)
