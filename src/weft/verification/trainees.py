@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from weft.core import REPLICA_AXIS, Plan
 from weft.engine import Loss
 
 from .case import Batch, Case
-from .codec_definitions import codec_bounds, rounding_optimizer
+from .codec_definitions import codec_bounds, rounding_optimizer, same
 from .coded_gradients import (
     CodedGradients,
     GradientExchange,
@@ -28,6 +29,7 @@ from .plain.replicas import PlainReplicas
 from .reference import run_reference
 from .replica_reference import WeightExchange, cases_of_replicas, codes_weights, exchanging
 from .rounding import rounded
+from .server_definition import is_served
 from .training_reference import Trainee
 
 
@@ -84,18 +86,27 @@ def _encode_nearby(
     coded: Iterable[GradientExchange | WeightExchange], plan: Plan, seed: int | None
 ) -> None:
     """What these encode is changed by a few roundings. `seed`: of the changes; None: of none."""
+    for each in coded if seed is not None else ():
+        each.near = near_by(plan, seed)
+
+
+def near_by(plan: Plan, seed: int | None) -> Callable[[Tensor], Tensor]:
+    """What changes by a few roundings what the codec of a plan encodes. `seed`: of the changes;
+    None: of none."""
     if seed is None:
-        return
+        return same
     together = plan.sync is not None and plan.sync.codec.name == "powersgd"
-    for each in coded:
-        generator = torch.Generator().manual_seed(seed)
-        each.near = partial(rounded, generator=generator, together=together)
+    generator = torch.Generator().manual_seed(seed)
+    return partial(rounded, generator=generator, together=together)
 
 
 def lossy_ranks(plan: Plan) -> int:
-    """How many send gradients or weights of their own through a lossy codec; 0: none."""
+    """How many send gradients or weights of their own through a lossy codec; 0: none. A worker and
+    its asynchronous server are two."""
     if codes_gradients(plan):
         return coding_ranks(plan)
+    if is_served(plan) and plan.sync is not None and plan.sync.codec.name != "identity":
+        return 2
     return plan.layout.replica_count if codes_weights(plan) else 0
 
 
