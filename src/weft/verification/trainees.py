@@ -22,6 +22,7 @@ from .coded_gradients import (
     coding_ranks,
     untold,
 )
+from .delayed_steps import DelayedSteps, is_delayed
 from .difference import Bounds
 from .parcels import samples_of
 from .plain.draw_laws import seed_faults
@@ -50,6 +51,8 @@ class Trainees:
         found += [law for trainee in self.each for law in trainee.run.laws.broken]
         coded = [each for trainee in self.each for each in trainee.codecs]
         found += [law for each in coded for law in each.exchange.broken]
+        delayed = [each for trainee in self.each for each in trainee.delayed.values()]
+        found += [law for each in delayed if each is not None for law in each.broken]
         return list(dict.fromkeys(found))
 
 
@@ -68,6 +71,8 @@ def trainees_of(
         alone = Trainee(case, validation, in_microbatches, metrics)
         for begins, each in plans.items():
             alone.coded[begins] = CodedGradients(alone.run, each) if codes_gradients(each) else None
+            late = DelayedSteps(alone.run, each, alone.updates) if is_delayed(each) else None
+            alone.delayed[begins] = late
         _encode_nearby([coded.exchange for coded in alone.codecs], plan, seed)
         return Trainees([alone])
     found = []

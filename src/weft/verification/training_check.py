@@ -14,13 +14,14 @@ from pathlib import Path
 import torch
 
 from weft.checkpoint import CHECKPOINTS, checkpoint_path
-from weft.core import ConfigError, Plan, PrecisionConfig, RunConfig
+from weft.core import ConfigError, Layout, Plan, PrecisionConfig, RunConfig
 from weft.engine import Loss
 from weft.launch import ScratchFolder
 from weft.train import build_lr_factor, build_sync, on_own_layout, tried_steps
 
 from .case import Batch, Case
 from .coded_gradients import codes_gradients
+from .delayed_steps import is_delayed
 from .run_proofs import Proof, defined_proof, same_proof
 from .server_definition import check_servers, is_served
 from .trained_run import KEYS, OF_EXPERTS, TrainedRun, train_in
@@ -61,13 +62,9 @@ class TrainingResult:
 
 
 def check_deep(layout: str, plan: Plan) -> None:
-    """Refuse a layout that updates weights late, which is not how one device trains, and servers
-    whose order no run notes. Raises ConfigError."""
+    """Refuse servers whose order no run notes. Raises ConfigError."""
     if is_served(plan):
         check_servers(plan)
-    if plan.schedule.versions:
-        problem = f"compares with one device, and {layout} updates weights with a delay"
-        raise ConfigError("--deep", True, problem, "leave --deep or this layout out")
 
 
 def verify_training(
@@ -120,12 +117,12 @@ def verify_training(
 
 
 def _differs(run: RunConfig, case: Case, layout: str) -> bool:
-    """Whether a synchroniser makes a layout train otherwise than one device."""
-    if build_sync(run).plain:
+    """Whether a synchroniser, or delayed weights, make a layout train otherwise than one device."""
+    if build_sync(run).plain and Layout.parse(layout).stage_ranks == 1:
         return False
     with torch.random.fork_rng([]):
         plan = case.lay(case.model(), layout)
-    return plan.replicas_step_independently or codes_gradients(plan)
+    return plan.replicas_step_independently or codes_gradients(plan) or is_delayed(plan)
 
 
 def rate_text(run: RunConfig) -> str:
@@ -167,6 +164,8 @@ def training_proofs(defined: TrainingDefinition, layout: str, folder: Path) -> l
         options = ", ".join(f"{key} {value}" for key, value in run.sync.arguments.items())
         what = f"{defined.replicas}, by {run.sync.name}{f', {options}' if options else ''}"
         proofs.append(Proof("replicas", what))
+    if defined.delays:
+        proofs.append(Proof("delayed weights", f"{defined.delays}, by their own definition"))
     if defined.codec:
         shown = f"{defined.codec}, by its own definition, with what it keeps from step to step"
         shown += "" if defined.in_order is None else ", which no checkpoint has"

@@ -26,6 +26,7 @@ from weft.train import build_lr_factor
 
 from .case import Batch, Case, to_float64
 from .codec_definitions import describe_codec
+from .delayed_steps import is_delayed
 from .plain.rates import rate_factor
 from .plain.servers import ServedState
 from .plain_run import needs_microbatches
@@ -49,12 +50,13 @@ class TrainingDefinition:
     run: RunConfig
     trajectory: Trajectory
     # what one device does where this layout's first checkpoint goes on on one device, or one for
-    # each replica, and where this layout goes on from such a one: codecs begin anew there. None: it
-    # goes back too often
+    # each replica, and where this layout goes on from such a one: codecs begin anew there, and
+    # weights are delayed on this layout alone. None: it goes back too often
     onward: Trajectory | None
     back: Trajectory | None
     replicas: int = 1  # that step by themselves
     codec: str = ""  # of gradients or weights, and its options
+    delays: str = ""  # of the weights of which schedule, and of how many stages
     uncoded: str = ""  # why the run's own codec is left out
     # what one device does of WHOLE, ONWARD or BACK from weights that are a few roundings away
     nearby: Callable[[str], list[Trajectory]] | None = None
@@ -139,6 +141,7 @@ def define_training(
     if uncoded:
         run = run.model_copy(update={"sync": run.sync.model_copy(update={"codec": IDENTITY})})
         case = replace(case, plan=partial(_without_codec, case.plan))
+    run, case = _with_known_cut(run, case, layout)
     short = short_run(run)
     builds = case.build, case.build_plain or case.build
     build, build_plain = (partial(_drawn_in_float64, each) for each in builds)
@@ -156,6 +159,26 @@ def define_training(
         return [replace(each, nearby=runs) for each, runs in zip(found, away, strict=True)]
     orders = [DefinitionInOrder(exact, each.run, batches, metrics, layout) for each in found]
     return [replace(each, in_order=order) for each, order in zip(found, orders, strict=True)]
+
+
+def _with_known_cut(run: RunConfig, case: Case, layout: str) -> tuple[RunConfig, Case]:
+    """Both with the stages that this process finds where weights are delayed: stages of equal time
+    are others whenever they are measured, and which weights are delayed depends on them."""
+    if run.pipeline.cut != "time" or Layout.parse(layout).stage_ranks == 1:
+        return run, case
+    with torch.random.fork_rng([]):
+        plan = case.lay(case.model(), layout)
+    if not is_delayed(plan) or plan.staging is None:
+        return run, case
+    cut = tuple(stage.first for stage in plan.staging.stages[1:])
+    run = run.model_copy(update={"pipeline": run.pipeline.model_copy(update={"cut": cut})})
+    return run, replace(case, plan=partial(_known, case.plan, plan, layout))
+
+
+def _known(
+    lay: Callable[[nn.Module, str], Plan], plan: Plan, known: str, model: nn.Module, layout: str
+) -> Plan:
+    return plan if layout == known else lay(model, layout)
 
 
 def short_run(run: RunConfig) -> RunConfig:
@@ -228,7 +251,9 @@ class _OneDevice:
         self.plan = case.lay(case.model(), layout)
         self.coded = lossy_ranks(self.plan) > 0
         count = self.plan.layout.replica_count if self.plan.replicas_step_independently else 1
-        alone = case.lay(case.model(), apart(count)) if self.coded else self.plan
+        # whether what it does differs from what it does on one device of each replica
+        self.differs = self.coded or is_delayed(self.plan)
+        alone = case.lay(case.model(), apart(count)) if self.differs else self.plan
         every = run.checkpoint.every
         self._plans = {
             WHOLE: {0: self.plan},
@@ -253,7 +278,7 @@ class _OneDevice:
 
     def resumed(self, part: str, rules: TrainConfig, whole: Trajectory) -> Trajectory | None:
         """The same; None where it would go back to one checkpoint too often."""
-        if not self.coded or is_served(self.plan):  # which take only their own order up again
+        if not self.differs or is_served(self.plan):  # which take only their own order up again
             return whole
         with suppress(GivesUp):
             return self.train(part, rules)
@@ -278,12 +303,20 @@ def _train_by_definition(
         for rules, whole in reachable_limits(run.train, partial(device.train, WHOLE)):
             its = run.model_copy(update={"train": rules})
             onward, back = (device.resumed(part, rules, whole) for part in (ONWARD, BACK))
-            found.append(TrainingDefinition(its, whole, onward, back, count, codec))
+            told = count, codec, _delays(plan)
+            found.append(TrainingDefinition(its, whole, onward, back, *told))
     except Refusal as error:
         if not codec:
             raise
         return error
     return found
+
+
+def _delays(plan: Plan) -> str:
+    schedule = plan.schedule
+    if not is_delayed(plan):
+        return ""
+    return f"{schedule.name}, versions {schedule.versions}, {schedule.stages} stages"
 
 
 def _nearby(
