@@ -61,6 +61,14 @@ def test_verify_deep_trains_a_layout_that_updates_late() -> None:
     assert "delayed weights   pipedream, versions stash, 2 stages" in result.stdout
 
 
+def test_verify_deep_trains_with_workers() -> None:
+    placed = ("--set", 'workers.storage=["embedding"]', "--set", 'workers.big=["blocks.0"]')
+    result = weft_("verify", "small.toml", "--deep", *placed)
+    assert result.exit_code == 0, result.output
+    assert "dp1, workers storage, big, as weft train runs it: equal" in result.stdout
+    assert "saving; resuming with [workers], and on one device" in result.stdout
+
+
 def test_verify_gives_the_reason_of_each_layout_where_it_refuses_all() -> None:
     layouts = ("--layout", "tp3", "--layout", "dp2.tp2")
     result = weft_("verify", "small.toml", *layouts, "--deep", *SERVED)

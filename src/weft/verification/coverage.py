@@ -80,6 +80,8 @@ def coverage(
         same = "on the same layout, and on others of as many replicas"
         rows.append(Covered(deep, f"saving; resuming {same}"))
         rows.append(Covered(NOT, f"resuming {sync.name} with another number of replicas"))
+    elif run.workers:
+        rows.append(Covered(deep, "saving; resuming with [workers], and on one device"))
     else:
         rows.append(Covered(deep, "saving; resuming on the same layout and on others"))
     name = _name(run.precision)

@@ -49,6 +49,7 @@ class TrainingResult:
     proofs: tuple[Proof, ...]
     happened: tuple[str, ...] = ()  # of clip, skip, rollback
     uncoded: str = ""  # why the run's codec was left out
+    workers: tuple[str, ...] = ()  # called by RPC
 
     @property
     def passed(self) -> bool:
@@ -58,7 +59,8 @@ class TrainingResult:
         """A table."""
         mark = "equal" if self.passed else "DIFFERENT"
         rows = [f"  {proof.what:<18}{proof.shown}" for proof in self.proofs]
-        return "\n".join([f"{self.layout}, as weft train runs it: {mark}", *rows])
+        workers = f", workers {', '.join(self.workers)}" if self.workers else ""
+        return "\n".join([f"{self.layout}{workers}, as weft train runs it: {mark}", *rows])
 
 
 def check_deep(layout: str, plan: Plan) -> None:
@@ -91,7 +93,7 @@ def verify_training(
     plain = define_training(*given)
     with ScratchFolder() as scratch:
         alone = Path(scratch.path, "alone")
-        on_one = train_in(on_own_layout(plain[0].run, "dp1"), alone)
+        on_one = train_in(on_one_device(plain[0].run), alone)
         for number, layout in enumerate(layouts):
             defined = define_training(*given, layout) if _differs(run, case, layout) else plain
             here = Path(scratch.path, str(number))
@@ -110,7 +112,7 @@ def verify_training(
             steps = f"{plain[0].run.train.steps} steps"
             proofs.insert(1, defined_proof(steps, on_one, plain[0].trajectory, note="on dp1: "))
             happened = {proof.happened for proof in proofs} - {""}
-            told = tuple(proofs), tuple(sorted(happened)), defined[0].uncoded
+            told = tuple(proofs), tuple(sorted(happened)), defined[0].uncoded, tuple(run.workers)
             results.append(TrainingResult(layout, *told))
             done(results[-1])
     return results
@@ -152,7 +154,7 @@ def training_proofs(defined: TrainingDefinition, layout: str, folder: Path) -> l
     """That a run on a layout does what one device does, and so does one that goes on from its
     checkpoint. The runs are in `folder`."""
     run = on_own_layout(defined.run, layout)
-    whole, wanted = train_in(run, folder / "whole"), defined.trajectory
+    whole, wanted = train_in(run, folder / "whole"), _written(run, defined.trajectory)
     saved, note, away = None, "", defined.runs_nearby(WHOLE)
     if defined.in_order is not None and isinstance(whole, TrainedRun):
         wanted, saved = defined.in_order(whole.orders, None)
@@ -192,14 +194,15 @@ def other_layout_proofs(
     """That a checkpoint of this layout, below `folder`, goes on on one device; and one device's,
     below `alone`, on this layout. Replicas that step by themselves go on on one device each.
     `alone`: of a run with the same limits, unless there is a codec."""
+    here = on_own_layout(defined.run, layout)
     if defined.replicas == 1 and not defined.codec:
-        return _resumed(defined, layout, "dp1", folder / "whole", alone)
-    each_alone = apart(defined.replicas)
-    here, there = (on_own_layout(defined.run, each) for each in (layout, each_alone))
+        there = on_one_device(defined.run)
+        return _resumed(defined, here, there, folder / "whole", alone)
+    there = on_own_layout(defined.run, apart(defined.replicas))
     if here.layout == there.layout:
         return []
     train_in(there, folder / "apart")
-    return _resumed(defined, layout, each_alone, folder / "whole", folder / "apart")
+    return _resumed(defined, here, there, folder / "whole", folder / "apart")
 
 
 def precision_proof(
@@ -219,24 +222,37 @@ def precision_proof(
     return replace(found, shown=f"resumed at {defined.step}: {found.shown}")
 
 
+def _written(run: RunConfig, wanted: Trajectory) -> Trajectory:
+    """What of it a run writes: with [workers] nothing of experts."""
+    if not run.workers:
+        return wanted
+    lines = {n: {k: v for k, v in line.items() if k in KEYS} for n, line in wanted.lines.items()}
+    return replace(wanted, lines=lines)
+
+
+def on_one_device(run: RunConfig) -> RunConfig:
+    """The run where one process has all modules."""
+    return on_own_layout(run.model_copy(update={"workers": {}}), "dp1")
+
+
 def _resumed(
-    defined: TrainingDefinition, layout: str, other: str, whole: Path, theirs: Path
+    defined: TrainingDefinition, here: RunConfig, there: RunConfig, whole: Path, theirs: Path
 ) -> list[Proof]:
-    """That a run of a layout in `whole` goes on on the `other`, and that one's in `theirs` on
-    the layout."""
+    """That the run `here`, which is in `whole`, goes on `there`, and that one, which is in
+    `theirs`, goes on here."""
     step, found = defined.step, list[Proof]()
     for note, on, begin, wanted, part in (
-        ("on", other, whole, defined.onward, ONWARD),
-        ("from", layout, theirs, defined.back, BACK),
+        ("on", there, whole, defined.onward, ONWARD),
+        ("from", here, theirs, defined.back, BACK),
     ):
-        what, of = f"resumed at {step}", f"{note} {other}: "
+        what, of = f"resumed at {step}", f"{note} {there.layout.axes}: "
         if wanted is None:
             why = f"left out, as this run goes back to one checkpoint more than {MOST_BACK} times"
             found.append(Proof(what, of + why))
         elif checkpoint_path(begin / CHECKPOINTS, step).exists():
-            again = train_in(on_own_layout(defined.run, on), whole.parent / note, begin)
+            again = train_in(on, whole.parent / note, begin)
             away = defined.runs_nearby(part)
-            found.append(defined_proof(what, again, wanted, step, of, away))
+            found.append(defined_proof(what, again, _written(on, wanted), step, of, away))
     return found
 
 
