@@ -73,11 +73,9 @@ def of(size: str) -> RunQuery:
 
 def predicted(case: runs.Case, sheet: str) -> Estimate:
     made = hardware.parse_sheet(sheet, "sheet")
-    here, unnamed = of(case.size), nn.Module()  # recompute names no module
+    here, laid = of(case.size), layout_of_run(case.run(), nn.Module())  # recompute names no module
     cluster = hardware.Cluster(hardware=made, devices=2)
-    return estimate(
-        here.work, layout_of_run(case.run(), unnamed), cluster, made.era(ERA), here.practice, here.sync
-    )
+    return estimate(here.work, laid, cluster, made.era(ERA), here.practice, here.sync)
 
 
 def tables(results: parts.Results) -> tuple[list[str], bool]:

@@ -41,20 +41,40 @@ def test_verify_refuses_a_layout_that_updates_late_and_verifies_the_others_in_bf
     assert f"these do not: {LATE} (refused)" in result.stdout
 
 
-def test_verify_deep_refuses_a_layout_that_updates_late_and_verifies_the_others() -> None:
-    result = weft_("verify", "small.toml", "--layout", LATE, "--layout", "dp1", "--deep")
+SERVED = ("--set", "sync.name=parameter_server", "--set", "sync.staleness=2")
+
+
+def test_verify_deep_refuses_servers_of_several_ranks_and_verifies_the_others() -> None:
+    layouts = ("--layout", "dp2.tp2", "--layout", "dp1")
+    result = weft_("verify", "small.toml", *layouts, "--deep", *SERVED)
     assert result.exit_code == 1, result.output
-    assert f"{LATE}: REFUSED\n  --deep = True: compares with one device, and" in result.stdout
+    assert "dp2.tp2: REFUSED\n  sync.name = 'parameter_server': in dp2.tp2" in result.stdout
     assert "dp1, as weft train runs it: equal" in result.stdout
-    assert f"{LATE}, as weft train" not in result.stdout
-    assert f"these do not: {LATE} (refused)" in result.stdout
+    assert "dp2.tp2, as weft train" not in result.stdout
+    assert "these do not: dp2.tp2 (refused)" in result.stdout
+
+
+def test_verify_deep_trains_a_layout_that_updates_late() -> None:
+    result = weft_("verify", "small.toml", "--layout", LATE, "--deep")
+    assert result.exit_code == 0, result.output
+    assert f"{LATE}, as weft train runs it: equal" in result.stdout
+    assert "delayed weights   pipedream, versions stash, 2 stages" in result.stdout
+
+
+def test_verify_deep_trains_with_workers() -> None:
+    placed = ("--set", 'workers.storage=["embedding"]', "--set", 'workers.big=["blocks.0"]')
+    result = weft_("verify", "small.toml", "--deep", *placed)
+    assert result.exit_code == 0, result.output
+    assert "dp1, workers storage, big, as weft train runs it: equal" in result.stdout
+    assert "saving; resuming with [workers], and on one device" in result.stdout
 
 
 def test_verify_gives_the_reason_of_each_layout_where_it_refuses_all() -> None:
-    result = weft_("verify", "small.toml", "--layout", "tp3", "--layout", LATE, "--deep")
+    layouts = ("--layout", "tp3", "--layout", "dp2.tp2")
+    result = weft_("verify", "small.toml", *layouts, "--deep", *SERVED)
     assert result.exit_code == 2, result.output
     assert "weft: tp3 is refused: layout = 'tp3': " in result.stderr
-    assert f"weft: --deep = True: compares with one device, and {LATE} updates" in result.stderr
+    assert "weft: sync.name = 'parameter_server': in dp2.tp2 each rank" in result.stderr
     assert result.stdout == ""
 
 

@@ -251,6 +251,5 @@ def test_the_table_says_what_is_trained(tmp_path: Path) -> None:
     kept = "training with codec int8; saving and resuming with what it keeps"
     assert f"with --deep: {kept}" in coded and f"with --deep: {resumes}" in coded
     served = table('name = "parameter_server"\nservers = 1\nstaleness = 2\ncodec = "int8"\n')
-    trained = [row for row in served if row.startswith("with --deep: ")]
-    assert len(trained) > 3 and all(row.endswith(", with codec identity") for row in trained)
-    assert "not checked: training with codec int8: --deep trains with identity" in served
+    kept = "training with codec int8; resuming without what it kept, which is not saved"
+    assert f"with --deep: {kept}" in served

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 import weft
+from tests.engine.test_outer_optimizer import EVEN
 from tests.engine.test_sync import with_sync
 from tests.mutants import Mutant, mutated
+from tests.verification.test_codec_definitions import BeforeANorm
 from weft import sync
 from weft.core.errors import ConfigError
 from weft.launch.local_workers import Pool
@@ -215,6 +217,15 @@ def test_what_an_order_may_not_be() -> None:
     early = [*gets, pushes[0], saves[0], gets[0], *step(0), *step(1), *step(1)]
     assert "has not got weights" in order_faults(early, 2, 2, None, shown=1)[0]
     assert order_faults(order_in_turns(3, 4, lambda step: step % 2 == 0), 3, 4, 1, shown=2) == []
+
+
+def test_signs_of_rounding_are_refused() -> None:
+    """Of a bias before a norm: no definition tells them."""
+    served = sync.make_sync("parameter_server", "sign", staleness=2)
+    plan = (("accumulate", 2), ("sync", served))
+    case = replace(EVEN, build=BeforeANorm, plan=plan).case()
+    with pytest.raises(ConfigError, match=r"worker \d encodes \d+ numbers that are only rounding"):
+        verify_case(case, ["dp2"])
 
 
 def test_what_the_report_says() -> None:

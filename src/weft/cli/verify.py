@@ -73,10 +73,6 @@ def verify(
         low = {} if computed is None else {"precision.compute": f'"{computed}"'}
         run = load(path, settings, further=low, no_code=no_code)
 
-        if deep and run.workers:
-            problem = "trains with ranks, and a run with [workers] has none"
-            raise ConfigError("--deep", deep, problem, "leave it out")
-
         with kept_imports():
             from weft.verification import (
                 coverage,

@@ -9,7 +9,7 @@ from weft.core import OFF, PrecisionConfig, RunConfig, SyncConfig, text_table, t
 
 from .difference import BOUNDS
 from .training_check import TrainingResult, rate_text
-from .verified_settings import deep_precision, deep_sync, exact_sync, is_asynchronous
+from .verified_settings import deep_precision, exact_sync, is_asynchronous
 
 CHECKED, DEEP, NOT = "checked", "with --deep", "not checked"
 
@@ -54,49 +54,50 @@ def coverage(
         rows.append(Covered(NOT, "calls between the driver and its workers"))
     else:
         rows.append(Covered(CHECKED, collectives))
-    deep, exact, by_deep = CHECKED if trained else DEEP, exact_sync(run.sync), deep_sync(run.sync)
-    if exact.name != run.sync.name:
+    deep, sync, exact = CHECKED if trained else DEEP, run.sync, exact_sync(run.sync)
+    if exact.name != sync.name:
         rows.append(Covered(NOT, "messages between replicas that step independently"))
-    short = _trained_with(run.sync, by_deep)
     happened = {what for result in trained for what in result.happened}
-    rows.append(Covered(deep, f"learning rate: {rate_text(run)}{short}"))
+    rows.append(Covered(deep, f"learning rate: {rate_text(run)}"))
     for key, what in (
         ("clip", "clipping, below and above the norm"),
         ("skip", "steps left out by train.skip"),
         ("rollback", "steps taken back by train.rollback"),
     ):
         if getattr(t, key) is not None:
-            rows.append(Covered(NOT if trained and key not in happened else deep, what + short))
+            rows.append(Covered(NOT if trained and key not in happened else deep, what))
     if t.ema is not None:
-        rows.append(Covered(deep, f"averages of weights: train.ema{short}"))
+        rows.append(Covered(deep, "averages of weights: train.ema"))
     if t.eval_every:
         measured = "".join(f", {name}" for name in t.eval_metrics)
-        rows.append(Covered(deep, f"validation{measured}{short}"))
-    if is_asynchronous(by_deep):
-        rows.append(Covered(deep, f"saving; resuming on the same layout, in its own order{short}"))
-        again = f"resuming {by_deep.name} bit for bit: updates never come in the same order again"
+        rows.append(Covered(deep, f"validation{measured}"))
+    if is_asynchronous(sync):
+        rows.append(Covered(deep, "saving; resuming on the same layout, in its own order"))
+        again = f"resuming {sync.name} bit for bit: updates never come in the same order again"
         rows.append(Covered(NOT, again))
-        rows.append(Covered(NOT, f"resuming {by_deep.name} with another number of replicas"))
-    elif by_deep.name != exact.name:
+        rows.append(Covered(NOT, f"resuming {sync.name} with another number of replicas"))
+    elif sync.name != exact.name:
         same = "on the same layout, and on others of as many replicas"
-        rows.append(Covered(deep, f"saving; resuming {same}{short}"))
-        rows.append(Covered(NOT, f"resuming {by_deep.name} with another number of replicas"))
+        rows.append(Covered(deep, f"saving; resuming {same}"))
+        rows.append(Covered(NOT, f"resuming {sync.name} with another number of replicas"))
+    elif run.workers:
+        rows.append(Covered(deep, "saving; resuming with [workers], and on one device"))
     else:
-        rows.append(Covered(deep, f"saving; resuming on the same layout and on others{short}"))
+        rows.append(Covered(deep, "saving; resuming on the same layout and on others"))
     name = _name(run.precision)
     if name == "float8":
         rows.append(Covered(NOT, "resuming in float8, which needs GPUs"))
-    elif deep_precision(run.precision) is not None and not is_asynchronous(by_deep):
-        rows.append(Covered(deep, f"resuming bit for bit in {name}, on the same layout{short}"))
+    elif deep_precision(run.precision) is not None and not is_asynchronous(sync):
+        rows.append(Covered(deep, f"resuming bit for bit in {name}, on the same layout"))
     if name != _name(precision):
         how = f": with --precision {name}" if name in BOUNDS else ""
         rows.append(Covered(NOT, f"rounding in {name}, which the run computes in{how}"))
     if changed:
         rows.append(Covered(NOT, changed))
-    elif run.sync != exact:
-        by = f"[sync] {run.sync.name}, {run.sync.codec}"
+    elif sync != exact:
+        by = f"[sync] {sync.name}, {sync.codec}"
         rows.append(Covered(CHECKED, f"{by}: by its own definition"))
-        rows += _training_with_codec(run.sync, by_deep, deep, trained)
+        rows += _training_with_codec(sync, deep, trained)
     for key in ("async_tp", "offload_activations"):
         if getattr(t, key):
             rows.append(Covered(NOT, f"train.{key}, which needs GPUs"))
@@ -104,14 +105,12 @@ def coverage(
 
 
 def _training_with_codec(
-    asked: SyncConfig, by_deep: SyncConfig, deep: str, trained: Sequence[TrainingResult]
+    sync: SyncConfig, deep: str, trained: Sequence[TrainingResult]
 ) -> list[Covered]:
     """Whether training with a codec is proven, and saving what it keeps."""
-    codec = _codec_of(asked)
+    codec = _codec_of(sync)
     if codec == "identity":
         return []
-    if by_deep.codec != asked.codec:
-        return [Covered(NOT, f"training with codec {codec}: --deep trains with identity")]
     left_out = [result for result in trained if result.uncoded]
     found = [
         Covered(NOT, f"training with codec {codec} on {each.layout}: {each.uncoded}")
@@ -120,6 +119,8 @@ def _training_with_codec(
     if trained and len(left_out) == len(trained):
         return found
     what = f"training with codec {codec}; saving and resuming with what it keeps"
+    if is_asynchronous(sync):
+        what = f"training with codec {codec}; resuming without what it kept, which is not saved"
     return [Covered(deep, what), *found]
 
 
@@ -140,13 +141,6 @@ def coverage_text(rows: list[Covered]) -> str:
 
 def _order(row: Covered) -> int:
     return (CHECKED, DEEP, NOT).index(row.how)
-
-
-def _trained_with(asked: SyncConfig, by_deep: SyncConfig) -> str:
-    """What --deep trains with in place of what the run does."""
-    if by_deep.name != asked.name:
-        return f", with {by_deep.name}"
-    return "" if by_deep.codec == asked.codec else f", with codec {by_deep.codec}"
 
 
 def _name(precision: PrecisionConfig) -> str:

@@ -11,7 +11,8 @@ from torch import Tensor
 from weft.core import REPLICA_AXIS, AsyncServers, ConfigError, Plan, bucket_owners
 from weft.engine import Optimizers, UpdateOrder
 
-from .codec_definitions import DefinedCodec
+from .codec_definitions import DefinedCodec, same
+from .coded_gradients import untold
 from .parcels import samples_of
 from .plain.draw_laws import DrawLaws
 from .plain.samples import division_faults
@@ -19,6 +20,11 @@ from .plain.servers import PlainServer, ServedState, order_faults
 from .plain_run import PlainRun
 
 Grads = dict[str, Tensor]
+
+
+def is_served(plan: Plan) -> bool:
+    """Whether asynchronous servers take the steps."""
+    return plan.replicas_step_independently and isinstance(plan.sync, AsyncServers)
 
 
 def check_servers(plan: Plan) -> None:
@@ -95,10 +101,12 @@ def begin_servers(
     orders: Sequence[UpdateOrder],
     laws: DrawLaws,
     factor: Callable[[int], float] = lambda n: 1.0,
+    near: Callable[[Tensor], Tensor] = same,
 ) -> dict[int, PlainServer]:
     """The servers of a plan, by number, before they have done anything. `begun`: the weights that
     are trained, in the model's order, and what optimizers have kept of them. `orders`: by number;
-    `laws`: of what codecs draw; `factor`: as of a PlainServer."""
+    `laws`: of what codecs draw; `factor`: as of a PlainServer; `near`: changes what workers encode
+    by a few roundings. What codecs keep begins anew."""
     sync, count = plan.sync, plan.layout.replica_count
     assert isinstance(sync, AsyncServers)
     whose = bucket_owners([p.numel() for p in begun.weights.values()], sync.servers)
@@ -107,7 +115,7 @@ def begin_servers(
         owned = {n for n, server in zip(begun.weights, whose, strict=True) if server == number}
         weights = {n: value for n, value in begun.weights.items() if n in owned}
         part = ServedState(weights, {n: kept for n, kept in begun.state.items() if n in owned})
-        links = _Links(part.weights, sync, count, laws)
+        links = _Links(part.weights, plan, laws, near)
         found[number] = PlainServer(part, optimizer, orders[number], count, links, factor)
     return found
 
@@ -141,8 +149,15 @@ class _Links:
     """What arrives at a server of each worker's gradients: through a codec, if there is one."""
 
     def __init__(
-        self, part: Mapping[str, Tensor], sync: AsyncServers, workers: int, laws: DrawLaws
+        self,
+        part: Mapping[str, Tensor],
+        plan: Plan,
+        laws: DrawLaws,
+        near: Callable[[Tensor], Tensor],
     ):
+        sync, workers = plan.sync, plan.layout.replica_count
+        assert isinstance(sync, AsyncServers)
+        self._plan, self._near = plan, near
         self._shapes = {name: tuple(p.shape) for name, p in part.items()}
         shapes, name = list(self._shapes.values()), next(iter(part))
         coded = range(workers if sync.codec.name != "identity" else 0)
@@ -156,6 +171,10 @@ class _Links:
             return gradients
         zeros = {n: torch.zeros(s, dtype=torch.float64) for n, s in self._shapes.items()}
         flat = torch.cat([gradients.get(n, zero).flatten() for n, zero in zeros.items()])
-        total = self.codecs[worker].plain.total([torch.zeros_like(flat), flat], None)
+        plain = self.codecs[worker].plain
+        total = plain.total([torch.zeros_like(flat), self._near(flat)], None)
+        if plain.undecided:
+            why = f"worker {worker} encodes {plain.undecided} numbers that are only rounding"
+            raise untold(self._plan, why)
         parts = total.split([zero.numel() for zero in zeros.values()])
         return {n: part.view(s) for part, (n, s) in zip(parts, self._shapes.items(), strict=True)}

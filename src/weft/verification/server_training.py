@@ -4,7 +4,7 @@ the order that its servers have noted, with the rates, clipping and validation o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,9 @@ from .plain.draw_laws import DrawLaws, seed_faults
 from .plain.servers import PlainServer, ServedState, order_in_turns
 from .reference import final_state
 from .replica_reference import cases_of_replicas
+from .rounding import nearby, rounded
 from .server_definition import PlainWorker, begin_servers, replay, replay_faults
+from .trainees import bounds_of, near_by
 from .training_reference import Trainee, Trajectory, validates, validation_of
 
 
@@ -60,6 +62,7 @@ def train_in_order(
     save_every: int,
     orders: Sequence[UpdateOrder] | None = None,
     begun: ServedState | None = None,
+    seed: int | None = None,
 ) -> tuple[Trajectory, ServedState]:
     """Train the replicas of a plan. Returns what the first one does, and what is saved at the
     first checkpoint.
@@ -73,8 +76,12 @@ def train_in_order(
         rates: the factor of the learning rate of each step.
         save_every: steps between checkpoints.
         orders: what each server did; None: all take one step after the other.
-        begun: the checkpoint from which they go on; None: they begin.
+        begun: the checkpoint from which they go on, without what codecs had kept; None: they begin.
+        seed: of changes by a few roundings, of the weights at the beginning and of what codecs
+            encode.
     """
+    if seed is not None:
+        case, begun = nearby(case, seed), begun and _rounded(begun, seed)
     cases, laws, count = cases_of_replicas(case, plan), DrawLaws(), plan.layout.replica_count
     # the first replica validates for all, one part of a batch after the other
     parts = [part for batch in validation for part in _divided(batch, count)]
@@ -86,7 +93,8 @@ def train_in_order(
     saves = {n for n in range(1, steps + 1) if n == steps or (first + n) % save_every == 0}
     orders = orders or [order_in_turns(count, steps, saves.__contains__)] * count
     factor = _later(rates, first)
-    servers = begin_servers(plan, case.optimizer, begun, orders, laws, factor)
+    near = near_by(plan, seed)
+    servers = begin_servers(plan, case.optimizer, begun, orders, laws, factor, near)
     saved = [begun]
 
     def keep(n: int) -> None:
@@ -121,7 +129,7 @@ def train_in_order(
     broken = [*seed_faults([each.seed for each in cases]), *laws.broken]
     broken += replay_faults(plan, noted, steps, shown=len(saves))
     broken += [law for each in trainees for law in each.run.laws.broken]
-    found.broken = tuple(dict.fromkeys(broken))
+    found.broken, found.bounds = tuple(dict.fromkeys(broken)), bounds_of(plan)
     return found, saved[-1]
 
 
@@ -135,6 +143,13 @@ def _saved(servers: Sequence[PlainServer], step: int, first: Trainee) -> ServedS
     for server in servers:
         found.state |= server.shown[-1].state
     return found
+
+
+def _rounded(begun: ServedState, seed: int) -> ServedState:
+    """The same with weights that are a few roundings away."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {name: rounded(value, generator) for name, value in begun.weights.items()}
+    return replace(begun, weights=weights)
 
 
 def _divided(batch: Batch, count: int) -> list[Batch]:

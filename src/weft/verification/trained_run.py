@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from weft.checkpoint import CHECKPOINTS, CheckpointReader, checkpoint_path, read_index
-from weft.core import METRICS, RunConfig, WorkerDied
-from weft.engine import AsyncServerReplicas, Float64Mode, UpdateOrder
+from weft.core import DRIVER, METRICS, RunConfig, WorkerDied
+from weft.engine import AsyncServerReplicas, Float64Mode, Remote, UpdateOrder
 from weft.launch import run_replicas, run_workers
 from weft.train import build_sync, replica_ranks, train
 
@@ -77,15 +77,19 @@ def _run_ranks(run: RunConfig, function: Callable[..., Any], *args: Any) -> list
     replicas = replica_ranks(run)
     if replicas:
         return run_replicas(function, replicas, *args, all_needed=True)
-    return run_workers(function, run.world, *args)
+    return run_workers(
+        function, run.world, *args, names=(DRIVER, *run.workers) if run.workers else ()
+    )
 
 
 def _quietly(run: RunConfig, resume: bool) -> UpdateOrder:
     """What a parameter server of this process did, if it has one."""
     order: UpdateOrder = []
+    exact = run.precision.compute == "fp64"
     AsyncServerReplicas.order = order  # of the engine that this process makes
+    Remote.around = (Float64Mode,) if exact else ()  # workers answer calls in other threads
     said = io.StringIO()
-    mode = Float64Mode() if run.precision.compute == "fp64" else contextlib.nullcontext()
+    mode = Float64Mode() if exact else contextlib.nullcontext()
     with mode, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         train(run, resume)
     return order

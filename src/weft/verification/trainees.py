@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from weft.core import REPLICA_AXIS, Plan
 from weft.engine import Loss
 
 from .case import Batch, Case
-from .codec_definitions import codec_bounds, rounding_optimizer
+from .codec_definitions import codec_bounds, rounding_optimizer, same
 from .coded_gradients import (
     CodedGradients,
     GradientExchange,
@@ -21,6 +22,7 @@ from .coded_gradients import (
     coding_ranks,
     untold,
 )
+from .delayed_steps import DelayedSteps, is_delayed
 from .difference import Bounds
 from .parcels import samples_of
 from .plain.draw_laws import seed_faults
@@ -28,6 +30,7 @@ from .plain.replicas import PlainReplicas
 from .reference import run_reference
 from .replica_reference import WeightExchange, cases_of_replicas, codes_weights, exchanging
 from .rounding import rounded
+from .server_definition import is_served
 from .training_reference import Trainee
 
 
@@ -48,6 +51,8 @@ class Trainees:
         found += [law for trainee in self.each for law in trainee.run.laws.broken]
         coded = [each for trainee in self.each for each in trainee.codecs]
         found += [law for each in coded for law in each.exchange.broken]
+        delayed = [each for trainee in self.each for each in trainee.delayed.values()]
+        found += [law for each in delayed if each is not None for law in each.broken]
         return list(dict.fromkeys(found))
 
 
@@ -66,6 +71,8 @@ def trainees_of(
         alone = Trainee(case, validation, in_microbatches, metrics)
         for begins, each in plans.items():
             alone.coded[begins] = CodedGradients(alone.run, each) if codes_gradients(each) else None
+            late = DelayedSteps(alone.run, each, alone.updates) if is_delayed(each) else None
+            alone.delayed[begins] = late
         _encode_nearby([coded.exchange for coded in alone.codecs], plan, seed)
         return Trainees([alone])
     found = []
@@ -84,18 +91,27 @@ def _encode_nearby(
     coded: Iterable[GradientExchange | WeightExchange], plan: Plan, seed: int | None
 ) -> None:
     """What these encode is changed by a few roundings. `seed`: of the changes; None: of none."""
+    for each in coded if seed is not None else ():
+        each.near = near_by(plan, seed)
+
+
+def near_by(plan: Plan, seed: int | None) -> Callable[[Tensor], Tensor]:
+    """What changes by a few roundings what the codec of a plan encodes. `seed`: of the changes;
+    None: of none."""
     if seed is None:
-        return
+        return same
     together = plan.sync is not None and plan.sync.codec.name == "powersgd"
-    for each in coded:
-        generator = torch.Generator().manual_seed(seed)
-        each.near = partial(rounded, generator=generator, together=together)
+    generator = torch.Generator().manual_seed(seed)
+    return partial(rounded, generator=generator, together=together)
 
 
 def lossy_ranks(plan: Plan) -> int:
-    """How many send gradients or weights of their own through a lossy codec; 0: none."""
+    """How many send gradients or weights of their own through a lossy codec; 0: none. A worker and
+    its asynchronous server are two."""
     if codes_gradients(plan):
         return coding_ranks(plan)
+    if is_served(plan) and plan.sync is not None and plan.sync.codec.name != "identity":
+        return 2
     return plan.layout.replica_count if codes_weights(plan) else 0
 
 

@@ -14,15 +14,16 @@ from pathlib import Path
 import torch
 
 from weft.checkpoint import CHECKPOINTS, checkpoint_path
-from weft.core import ConfigError, Plan, PrecisionConfig, RunConfig
+from weft.core import ConfigError, Layout, Plan, PrecisionConfig, RunConfig
 from weft.engine import Loss
 from weft.launch import ScratchFolder
 from weft.train import build_lr_factor, build_sync, on_own_layout, tried_steps
 
 from .case import Batch, Case
 from .coded_gradients import codes_gradients
+from .delayed_steps import is_delayed
 from .run_proofs import Proof, defined_proof, same_proof
-from .server_definition import check_servers
+from .server_definition import check_servers, is_served
 from .trained_run import KEYS, OF_EXPERTS, TrainedRun, train_in
 from .training_definition import (
     BACK,
@@ -32,7 +33,6 @@ from .training_definition import (
     apart,
     define_training,
     defined_rates,
-    is_served,
 )
 from .training_reference import MOST_BACK, Trajectory
 
@@ -49,6 +49,7 @@ class TrainingResult:
     proofs: tuple[Proof, ...]
     happened: tuple[str, ...] = ()  # of clip, skip, rollback
     uncoded: str = ""  # why the run's codec was left out
+    workers: tuple[str, ...] = ()  # called by RPC
 
     @property
     def passed(self) -> bool:
@@ -58,17 +59,14 @@ class TrainingResult:
         """A table."""
         mark = "equal" if self.passed else "DIFFERENT"
         rows = [f"  {proof.what:<18}{proof.shown}" for proof in self.proofs]
-        return "\n".join([f"{self.layout}, as weft train runs it: {mark}", *rows])
+        workers = f", workers {', '.join(self.workers)}" if self.workers else ""
+        return "\n".join([f"{self.layout}{workers}, as weft train runs it: {mark}", *rows])
 
 
 def check_deep(layout: str, plan: Plan) -> None:
-    """Refuse a layout that updates weights late, which is not how one device trains, and servers
-    whose order no run notes. Raises ConfigError."""
+    """Refuse servers whose order no run notes. Raises ConfigError."""
     if is_served(plan):
         check_servers(plan)
-    if plan.schedule.versions:
-        problem = f"compares with one device, and {layout} updates weights with a delay"
-        raise ConfigError("--deep", True, problem, "leave --deep or this layout out")
 
 
 def verify_training(
@@ -95,11 +93,17 @@ def verify_training(
     plain = define_training(*given)
     with ScratchFolder() as scratch:
         alone = Path(scratch.path, "alone")
-        on_one = train_in(on_own_layout(plain[0].run, "dp1"), alone)
+        on_one = train_in(on_one_device(plain[0].run), alone)
         for number, layout in enumerate(layouts):
             defined = define_training(*given, layout) if _differs(run, case, layout) else plain
             here = Path(scratch.path, str(number))
-            proofs = training_proofs(defined[0], layout, here)
+            try:
+                proofs = training_proofs(defined[0], layout, here)
+            except ConfigError as error:  # of a codec in the order of updates that the run took
+                if error.field != "sync.codec" or defined[0].in_order is None:
+                    raise
+                defined, here = define_training(*given, layout, error.problem), here / "exact"
+                proofs = training_proofs(defined[0], layout, here)
             for another in defined[1:]:
                 proofs += training_proofs(another, layout, here / "rollback")
             proofs += other_layout_proofs(defined[0], layout, here, alone)
@@ -108,19 +112,19 @@ def verify_training(
             steps = f"{plain[0].run.train.steps} steps"
             proofs.insert(1, defined_proof(steps, on_one, plain[0].trajectory, note="on dp1: "))
             happened = {proof.happened for proof in proofs} - {""}
-            told = tuple(proofs), tuple(sorted(happened)), defined[0].uncoded
+            told = tuple(proofs), tuple(sorted(happened)), defined[0].uncoded, tuple(run.workers)
             results.append(TrainingResult(layout, *told))
             done(results[-1])
     return results
 
 
 def _differs(run: RunConfig, case: Case, layout: str) -> bool:
-    """Whether a synchroniser makes a layout train otherwise than one device."""
-    if build_sync(run).plain:
+    """Whether a synchroniser, or delayed weights, make a layout train otherwise than one device."""
+    if build_sync(run).plain and Layout.parse(layout).stage_ranks == 1:
         return False
     with torch.random.fork_rng([]):
         plan = case.lay(case.model(), layout)
-    return plan.replicas_step_independently or codes_gradients(plan)
+    return plan.replicas_step_independently or codes_gradients(plan) or is_delayed(plan)
 
 
 def rate_text(run: RunConfig) -> str:
@@ -150,20 +154,23 @@ def training_proofs(defined: TrainingDefinition, layout: str, folder: Path) -> l
     """That a run on a layout does what one device does, and so does one that goes on from its
     checkpoint. The runs are in `folder`."""
     run = on_own_layout(defined.run, layout)
-    whole, wanted = train_in(run, folder / "whole"), defined.trajectory
-    saved, note = None, ""
+    whole, wanted = train_in(run, folder / "whole"), _written(run, defined.trajectory)
+    saved, note, away = None, "", defined.runs_nearby(WHOLE)
     if defined.in_order is not None and isinstance(whole, TrainedRun):
         wanted, saved = defined.in_order(whole.orders, None)
         note = IN_ORDER
-    away = defined.runs_nearby(WHOLE)
+        away = defined.runs_in_order(whole.orders, None)
     proofs = [defined_proof(f"{run.train.steps} steps", whole, wanted, 0, note, away)]
     proofs += _exercised(run, wanted)
     if defined.replicas > 1:
         options = ", ".join(f"{key} {value}" for key, value in run.sync.arguments.items())
         what = f"{defined.replicas}, by {run.sync.name}{f', {options}' if options else ''}"
         proofs.append(Proof("replicas", what))
+    if defined.delays:
+        proofs.append(Proof("delayed weights", f"{defined.delays}, by their own definition"))
     if defined.codec:
         shown = f"{defined.codec}, by its own definition, with what it keeps from step to step"
+        shown += "" if defined.in_order is None else ", which no checkpoint has"
         proofs.append(Proof("codec", shown))
     if defined.uncoded:
         proofs.append(Proof("codec", f"identity instead: {defined.uncoded}"))
@@ -173,9 +180,11 @@ def training_proofs(defined: TrainingDefinition, layout: str, folder: Path) -> l
         if defined.in_order is None:
             proofs.append(same_proof(resumed, again, whole, defined.step))
         else:  # another order
+            away = None
             if isinstance(again, TrainedRun):
                 wanted, _ = defined.in_order(again.orders, saved)
-            proofs.append(defined_proof(resumed, again, wanted, defined.step, IN_ORDER))
+                away = defined.runs_in_order(again.orders, saved)
+            proofs.append(defined_proof(resumed, again, wanted, defined.step, IN_ORDER, away))
     return proofs
 
 
@@ -185,14 +194,15 @@ def other_layout_proofs(
     """That a checkpoint of this layout, below `folder`, goes on on one device; and one device's,
     below `alone`, on this layout. Replicas that step by themselves go on on one device each.
     `alone`: of a run with the same limits, unless there is a codec."""
+    here = on_own_layout(defined.run, layout)
     if defined.replicas == 1 and not defined.codec:
-        return _resumed(defined, layout, "dp1", folder / "whole", alone)
-    each_alone = apart(defined.replicas)
-    here, there = (on_own_layout(defined.run, each) for each in (layout, each_alone))
+        there = on_one_device(defined.run)
+        return _resumed(defined, here, there, folder / "whole", alone)
+    there = on_own_layout(defined.run, apart(defined.replicas))
     if here.layout == there.layout:
         return []
     train_in(there, folder / "apart")
-    return _resumed(defined, layout, each_alone, folder / "whole", folder / "apart")
+    return _resumed(defined, here, there, folder / "whole", folder / "apart")
 
 
 def precision_proof(
@@ -212,24 +222,37 @@ def precision_proof(
     return replace(found, shown=f"resumed at {defined.step}: {found.shown}")
 
 
+def _written(run: RunConfig, wanted: Trajectory) -> Trajectory:
+    """What of it a run writes: with [workers] nothing of experts."""
+    if not run.workers:
+        return wanted
+    lines = {n: {k: v for k, v in line.items() if k in KEYS} for n, line in wanted.lines.items()}
+    return replace(wanted, lines=lines)
+
+
+def on_one_device(run: RunConfig) -> RunConfig:
+    """The run where one process has all modules."""
+    return on_own_layout(run.model_copy(update={"workers": {}}), "dp1")
+
+
 def _resumed(
-    defined: TrainingDefinition, layout: str, other: str, whole: Path, theirs: Path
+    defined: TrainingDefinition, here: RunConfig, there: RunConfig, whole: Path, theirs: Path
 ) -> list[Proof]:
-    """That a run of a layout in `whole` goes on on the `other`, and that one's in `theirs` on
-    the layout."""
+    """That the run `here`, which is in `whole`, goes on `there`, and that one, which is in
+    `theirs`, goes on here."""
     step, found = defined.step, list[Proof]()
     for note, on, begin, wanted, part in (
-        ("on", other, whole, defined.onward, ONWARD),
-        ("from", layout, theirs, defined.back, BACK),
+        ("on", there, whole, defined.onward, ONWARD),
+        ("from", here, theirs, defined.back, BACK),
     ):
-        what, of = f"resumed at {step}", f"{note} {other}: "
+        what, of = f"resumed at {step}", f"{note} {there.layout.axes}: "
         if wanted is None:
             why = f"left out, as this run goes back to one checkpoint more than {MOST_BACK} times"
             found.append(Proof(what, of + why))
         elif checkpoint_path(begin / CHECKPOINTS, step).exists():
-            again = train_in(on_own_layout(defined.run, on), whole.parent / note, begin)
+            again = train_in(on, whole.parent / note, begin)
             away = defined.runs_nearby(part)
-            found.append(defined_proof(what, again, wanted, step, of, away))
+            found.append(defined_proof(what, again, _written(on, wanted), step, of, away))
     return found
 
 

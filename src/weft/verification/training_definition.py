@@ -13,7 +13,6 @@ from torch import nn
 
 from weft.core import (
     REPLICA_AXIS,
-    AsyncServers,
     Layout,
     Plan,
     Refusal,
@@ -27,10 +26,12 @@ from weft.train import build_lr_factor
 
 from .case import Batch, Case, to_float64
 from .codec_definitions import describe_codec
+from .delayed_steps import is_delayed
 from .plain.rates import rate_factor
 from .plain.servers import ServedState
 from .plain_run import needs_microbatches
 from .rounding import RUNS, nearby
+from .server_definition import is_served
 from .server_training import train_in_order
 from .trainees import bounds_of, check_codec, lossy_ranks, trainees_of
 from .training_reference import GivesUp, Trajectory, reachable_limits, train_plainly
@@ -49,19 +50,17 @@ class TrainingDefinition:
     run: RunConfig
     trajectory: Trajectory
     # what one device does where this layout's first checkpoint goes on on one device, or one for
-    # each replica, and where this layout goes on from such a one: codecs begin anew there. None: it
-    # goes back too often
+    # each replica, and where this layout goes on from such a one: codecs begin anew there, and
+    # weights are delayed on this layout alone. None: it goes back too often
     onward: Trajectory | None
     back: Trajectory | None
     replicas: int = 1  # that step by themselves
     codec: str = ""  # of gradients or weights, and its options
+    delays: str = ""  # of the weights of which schedule, and of how many stages
     uncoded: str = ""  # why the run's own codec is left out
     # what one device does of WHOLE, ONWARD or BACK from weights that are a few roundings away
     nearby: Callable[[str], list[Trajectory]] | None = None
-    # what one device does in the order of asynchronous servers, from a checkpoint or the beginning
-    in_order: (
-        Callable[[list[UpdateOrder], ServedState | None], tuple[Trajectory, ServedState]] | None
-    ) = None
+    in_order: DefinitionInOrder | None = None  # of asynchronous servers
 
     @property
     def step(self) -> int:
@@ -74,6 +73,59 @@ class TrainingDefinition:
             return None
         return partial(self.nearby, part)
 
+    def runs_in_order(
+        self, orders: list[UpdateOrder], begun: ServedState | None
+    ) -> Callable[[], list[Trajectory]] | None:
+        """The same in the order of asynchronous servers."""
+        if self.in_order is None or not self.codec:
+            return None
+        return partial(self.in_order.nearby, orders, begun)
+
+
+@dataclass(frozen=True)
+class DefinitionInOrder:
+    """What one device does in the order of asynchronous servers, in a process of its own."""
+
+    case: Case
+    run: RunConfig
+    validation: Sequence[Batch]
+    metrics: Mapping[str, Loss]
+    layout: str
+
+    def __call__(
+        self, orders: list[UpdateOrder], begun: ServedState | None
+    ) -> tuple[Trajectory, ServedState]:
+        """All of it, and what it saves at the first checkpoint. `begun`: the checkpoint that it
+        goes on from; None: it begins. Raises ConfigError where the definition of the run's codec
+        does not tell what is sent."""
+        found: tuple[Trajectory, ServedState] = run_workers(self.train, 1, orders, begun)[0]
+        return found
+
+    def nearby(self, orders: list[UpdateOrder], begun: ServedState | None) -> list[Trajectory]:
+        """The same from weights that are a few roundings away."""
+        found: list[Trajectory] = run_workers(self.train_nearby, 1, orders, begun)[0]
+        return found
+
+    def train(
+        self, orders: list[UpdateOrder], begun: ServedState | None, seed: int | None = None
+    ) -> tuple[Trajectory, ServedState]:
+        """In this process. `seed`: of changes by a few roundings."""
+        case, run = self.case, self.run
+        plan, rates = case.lay(case.model(), self.layout), defined_rates(run)
+        given = case, plan, self.validation, self.metrics, run.train, rates, run.checkpoint.every
+        found, saved = train_in_order(*given, orders, begun, seed)
+        return replace(found, broken=(*found.broken, *case.faults())), saved
+
+    def train_nearby(
+        self, orders: list[UpdateOrder], begun: ServedState | None
+    ) -> list[Trajectory]:
+        """In this process."""
+        found = []
+        for seed in range(RUNS):
+            with suppress(Refusal):
+                found.append(self.train(orders, begun, seed)[0])
+        return found
+
 
 def define_training(
     run: RunConfig,
@@ -81,27 +133,52 @@ def define_training(
     validation: Callable[[int], Batch],
     metrics: Mapping[str, Loss],
     layout: str = "dp1",
+    uncoded: str = "",
 ) -> list[TrainingDefinition]:
     """What one device does in one or two short runs, or does in turn for each replica of the layout
-    where these step by themselves; arguments as of `verify_training`."""
+    where these step by themselves; arguments as of `verify_training`. `uncoded`: why the run's
+    codec is left out; "": it is not, if its definition tells what is sent."""
+    if uncoded:
+        run = run.model_copy(update={"sync": run.sync.model_copy(update={"codec": IDENTITY})})
+        case = replace(case, plan=partial(_without_codec, case.plan))
+    run, case = _with_known_cut(run, case, layout)
     short = short_run(run)
     builds = case.build, case.build_plain or case.build
     build, build_plain = (partial(_drawn_in_float64, each) for each in builds)
-    case = replace(case, build=build, build_plain=build_plain)
+    exact = replace(case, build=build, build_plain=build_plain)
     batches = [to_float64(validation(n)) for n in range(short.train.eval_batches)]
-    given = case, short, batches, metrics, layout
+    given = exact, short, batches, metrics, layout
     found: list[TrainingDefinition] | Refusal = run_workers(_train_by_definition, 1, *given)[0]
     if isinstance(found, Refusal):
-        left_out = partial(_without_codec, case.plan)
-        exact = run.model_copy(update={"sync": run.sync.model_copy(update={"codec": IDENTITY})})
-        instead = exact, replace(case, plan=left_out), validation, metrics, layout
-        return [replace(each, uncoded=found.problem) for each in define_training(*instead)]
+        return define_training(run, case, validation, metrics, layout, found.problem)
+    found = [replace(each, uncoded=uncoded) for each in found]
     with torch.random.fork_rng([]):
-        plan = case.lay(case.model(), layout)
+        plan = exact.lay(exact.model(), layout)
     if not is_served(plan):
         away = [partial(_nearby, *given, each.run.train) for each in found]
         return [replace(each, nearby=runs) for each, runs in zip(found, away, strict=True)]
-    return [replace(each, in_order=partial(_in_order, *given, each.run.train)) for each in found]
+    orders = [DefinitionInOrder(exact, each.run, batches, metrics, layout) for each in found]
+    return [replace(each, in_order=order) for each, order in zip(found, orders, strict=True)]
+
+
+def _with_known_cut(run: RunConfig, case: Case, layout: str) -> tuple[RunConfig, Case]:
+    """Both with the stages that this process finds where weights are delayed: stages of equal time
+    are others whenever they are measured, and which weights are delayed depends on them."""
+    if run.pipeline.cut != "time" or Layout.parse(layout).stage_ranks == 1:
+        return run, case
+    with torch.random.fork_rng([]):
+        plan = case.lay(case.model(), layout)
+    if not is_delayed(plan) or plan.staging is None:
+        return run, case
+    cut = tuple(stage.first for stage in plan.staging.stages[1:])
+    run = run.model_copy(update={"pipeline": run.pipeline.model_copy(update={"cut": cut})})
+    return run, replace(case, plan=partial(_known, case.plan, plan, layout))
+
+
+def _known(
+    lay: Callable[[nn.Module, str], Plan], plan: Plan, known: str, model: nn.Module, layout: str
+) -> Plan:
+    return plan if layout == known else lay(model, layout)
 
 
 def short_run(run: RunConfig) -> RunConfig:
@@ -174,7 +251,9 @@ class _OneDevice:
         self.plan = case.lay(case.model(), layout)
         self.coded = lossy_ranks(self.plan) > 0
         count = self.plan.layout.replica_count if self.plan.replicas_step_independently else 1
-        alone = case.lay(case.model(), apart(count)) if self.coded else self.plan
+        # whether what it does differs from what it does on one device of each replica
+        self.differs = self.coded or is_delayed(self.plan)
+        alone = case.lay(case.model(), apart(count)) if self.differs else self.plan
         every = run.checkpoint.every
         self._plans = {
             WHOLE: {0: self.plan},
@@ -199,7 +278,7 @@ class _OneDevice:
 
     def resumed(self, part: str, rules: TrainConfig, whole: Trajectory) -> Trajectory | None:
         """The same; None where it would go back to one checkpoint too often."""
-        if not self.coded:
+        if not self.differs or is_served(self.plan):  # which take only their own order up again
             return whole
         with suppress(GivesUp):
             return self.train(part, rules)
@@ -224,12 +303,20 @@ def _train_by_definition(
         for rules, whole in reachable_limits(run.train, partial(device.train, WHOLE)):
             its = run.model_copy(update={"train": rules})
             onward, back = (device.resumed(part, rules, whole) for part in (ONWARD, BACK))
-            found.append(TrainingDefinition(its, whole, onward, back, count, codec))
+            told = count, codec, _delays(plan)
+            found.append(TrainingDefinition(its, whole, onward, back, *told))
     except Refusal as error:
         if not codec:
             raise
         return error
     return found
+
+
+def _delays(plan: Plan) -> str:
+    schedule = plan.schedule
+    if not is_delayed(plan):
+        return ""
+    return f"{schedule.name}, versions {schedule.versions}, {schedule.stages} stages"
 
 
 def _nearby(
@@ -267,40 +354,3 @@ def _train_nearby(
 def apart(replicas: int) -> str:
     """The layout of one device for each replica."""
     return str(Layout(((REPLICA_AXIS, replicas),)))
-
-
-def is_served(plan: Plan) -> bool:
-    """Whether asynchronous servers take the steps."""
-    return plan.replicas_step_independently and isinstance(plan.sync, AsyncServers)
-
-
-def _in_order(
-    case: Case,
-    run: RunConfig,
-    validation: Sequence[Batch],
-    metrics: Mapping[str, Loss],
-    layout: str,
-    rules: TrainConfig,
-    orders: list[UpdateOrder],
-    begun: ServedState | None,
-) -> tuple[Trajectory, ServedState]:
-    """What one device does in the order of a run that has ended, in a process of its own."""
-    given = case, run, validation, metrics, layout, rules, orders, begun
-    found: tuple[Trajectory, ServedState] = run_workers(_train_in_order, 1, *given)[0]
-    return found
-
-
-def _train_in_order(
-    case: Case,
-    run: RunConfig,
-    validation: Sequence[Batch],
-    metrics: Mapping[str, Loss],
-    layout: str,
-    rules: TrainConfig,
-    orders: list[UpdateOrder],
-    begun: ServedState | None,
-) -> tuple[Trajectory, ServedState]:
-    plan, every = case.lay(case.model(), layout), run.checkpoint.every
-    given = case, plan, validation, metrics, rules, defined_rates(run), every, orders, begun
-    found, saved = train_in_order(*given)
-    return replace(found, broken=(*found.broken, *case.faults())), saved

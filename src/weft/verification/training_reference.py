@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import inf
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from weft.engine import Loss
 
 from .case import Batch, Case
 from .coded_gradients import CodedGradients, GradientExchange
+from .delayed_steps import DelayedSteps
 from .difference import Bounds
 from .noise import NoiseElements
 from .plain.averages import PlainAverages
@@ -30,6 +31,7 @@ from .reference import final_state, norms_of
 MOST_BACK = 3  # to one checkpoint, after which a run gives up
 
 Line = dict[str, float]  # of metrics.jsonl
+T = TypeVar("T")
 
 
 class GivesUp(Exception):
@@ -127,6 +129,7 @@ class Trainee:
 
     Attributes:
         coded: from which step on which gradients go through a codec; None: as they are.
+        delayed: from which step on which weights are delayed; None: none.
     """
 
     def __init__(
@@ -144,12 +147,17 @@ class Trainee:
         self.times = 0.0  # how many times the usual norm the last one was
         self.noise = NoiseElements()
         self.coded: dict[int, CodedGradients | None] = {}
+        self.delayed: dict[int, DelayedSteps | None] = {}
         self._rates = [group["lr"] for group in self.run.optimizer.param_groups]
 
     def take(self, step: int, batch: int, factor: float, rules: TrainConfig) -> Taken:
         """A step of the samples of a `batch`. `factor`: of the learning rate."""
         for group, rate in zip(self.run.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
+        delayed = _of_step(self.delayed, step)
+        if delayed is not None:  # such a pipeline neither clips nor leaves steps out
+            loss, _ = delayed(step, self.case.whole_batch_of(batch))
+            return Taken(loss, 0.0, False, False, numbers_of_experts(self.run.experts.tokens))
         taken = self.compute(step, batch, rules)
         self.run.update(rules.clip if taken.clips else None, taken=not taken.skipped)
         return taken
@@ -157,8 +165,7 @@ class Trainee:
     def compute(self, step: int, batch: int, rules: TrainConfig) -> Taken:
         """The gradients of a step, before they are clipped."""
         run = self.run
-        coded = [each for begins, each in self.coded.items() if begins <= step]
-        compute = coded[-1] if coded and coded[-1] is not None else run.gradients
+        compute = _of_step(self.coded, step) or run.gradients
         loss, weight = compute(step, self.case.whole_batch_of(batch))
         experts = numbers_of_experts(run.experts.tokens)
         if experts and run.gate_loss:
@@ -171,6 +178,10 @@ class Trainee:
         self.norms += [] if skipped else [norm]
         clips = not skipped and rules.clip is not None and norm > rules.clip
         return Taken(loss, norm, skipped, clips, experts)
+
+    def updates(self, gradients: dict[str, Tensor]) -> None:
+        """What is known of an update that comes within a step."""
+        self.noise.add(gradients, norms_of(gradients)[0])
 
     @property
     def codecs(self) -> list[CodedGradients]:
@@ -248,6 +259,12 @@ def train_plainly(
     found.losses = losses if rules.rollback is not None else []
     found.weights, found.noise = frozenset(run.params), first.noise.masks()
     return found
+
+
+def _of_step(each: Mapping[int, T | None], step: int) -> T | None:
+    """What holds in a step. `each`: by the step from which on it does."""
+    begun = [one for begins, one in each.items() if begins <= step]
+    return begun[-1] if begun else None
 
 
 def validates(rules: TrainConfig, step: int) -> bool:

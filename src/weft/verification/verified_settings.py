@@ -39,10 +39,10 @@ def exact_sync(sync: SyncConfig) -> SyncConfig:
 
 def deep_sync(sync: SyncConfig) -> SyncConfig:
     """The synchroniser that `--deep` trains with: the run's; where replicas exchange weights, with
-    a period that a short run has twice; asynchronous servers get gradients as they are."""
+    a period that a short run has twice."""
     made = make_sync(sync.name, sync.codec, **sync.arguments)
     if not isinstance(made, LocalSteps):
-        return sync if not made.asynchronous else sync.model_copy(update={"codec": "identity"})
+        return sync
     changed = {
         key: getattr(shortened(made), key)
         for key in ("period", "fragments", "delay")

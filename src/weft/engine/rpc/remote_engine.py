@@ -70,6 +70,7 @@ class Remote(RemoteState):
     waited_s = 0.0  # for other pipeline stages: there are none
     codec_state_lost = False  # there is no codec
     updated_whole: frozenset[str] = frozenset()  # no parameter has parts
+    around: tuple[Callable[[], AbstractContextManager], ...] = ()  # where a worker runs its modules
 
     def __init__(
         self,
@@ -103,8 +104,6 @@ class Remote(RemoteState):
         self.functions = FunctionOverrides(self.randomness, selective, mesh=self.mesh)
         # a constant divisor: the true mean is taken at the end
         self.functions.scale = 1.0 / plan.batch
-        # entered where a worker runs its modules
-        self.around: tuple[Callable[[], AbstractContextManager], ...] = ()
         self.heard: Callable[[], None] = lambda: None  # told of every call that a worker answers
         self._modes = training_modes(model)
         self._training: bool | None = None  # the mode that the model is in
