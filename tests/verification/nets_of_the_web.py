@@ -723,6 +723,40 @@ class CosineBlock(nn.Module):
         return x + self.ls2 * self.mlp(self.norm2(x))
 
 
+class Equilibrium(nn.Module):
+    """A deep equilibrium model (Bai et al. 2019): one layer is run to its fixed point, and in
+    backward its linear system is solved by as many products with the layer's Jacobian."""
+
+    def __init__(self, d=8, rounds=12):
+        super().__init__()
+        self.rounds = rounds
+        self.inject, self.out = nn.Linear(d, d), nn.Linear(d, 4)
+        self.up, self.down, self.norm = nn.Linear(d, 4 * d), nn.Linear(4 * d, d), nn.LayerNorm(d)
+
+    def layer(self, z, x):
+        return 0.3 * self.norm(self.down(torch.tanh(self.up(z))) + x)
+
+    def forward(self, x):
+        x = self.inject(x)
+        with torch.no_grad():
+            z = torch.zeros_like(x)
+            for _ in range(self.rounds):
+                z = self.layer(z, x)
+        z = self.layer(z, x)
+        z0 = z.detach().requires_grad_()
+        f0 = self.layer(z0, x.detach())
+
+        def solve(grad):
+            g = grad
+            for _ in range(self.rounds):
+                g = torch.autograd.grad(f0, z0, g, retain_graph=True)[0] + grad
+            return g
+
+        if z.requires_grad:
+            z.register_hook(solve)
+        return self.out(z)
+
+
 WEB: dict[str, Subject] = {
     "two-tower": Subject(TwoTower, visits, in_batch_softmax, plan=()),
     "time-unet": Subject(TimeUNet, noised, mse),
@@ -739,5 +773,6 @@ WEB: dict[str, Subject] = {
     "qat": Subject(QAT, features, mse),
     "performer": Subject(Performer, tokens, next_token),
     "gcn": Subject(GCN, graphs, of_graphs),
+    "equilibrium": Subject(Equilibrium, features, mse),
     "cosine-vit": Subject(Tagger, pictures, classification),
 }

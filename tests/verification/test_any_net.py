@@ -70,6 +70,7 @@ REFUSED: dict[tuple[str, str], str] = {
         for kind in ("lstm", "gru")
         for at in ("dp2", "fsdp2", "pp2")
     },
+    ("equilibrium", "pp2"): r"into Python: `z\.register_hook\(solve\)`",
     ("siamese", "pp2"): "the model has only 0 modules",
     ("multi-period", "pp2"): "the model has only 0 modules",
     ("skip-gram", "pp2"): "the model has only 1 modules",

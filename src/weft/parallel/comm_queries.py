@@ -30,7 +30,8 @@ class BoundaryShape:
     batched: bool = True  # dim 0 counts samples
     samples: int = 1  # how many there are
     gives_grad: bool = True  # whether what leaves needs a gradient
-    # of several calls, those where what enters needs one, and those where what leaves does
+    # how often, over all calls and all backwards through each, what enters needs one, and what
+    # leaves does
     needing: int | None = None
     giving: int | None = None
     # of logits: labels of each cross-entropy that reads them, for one sample; None: one, which has

@@ -237,7 +237,8 @@ def _crossing(
                     continue
                 counted = crossing.needing if entry else crossing.giving
                 partly = when == "backward" and counted is not None and not called.sizes
-                for nbytes in each[:counted] if partly else each:
+                # backward comes to some calls alone, or to one several times
+                for nbytes in each[:1] * (counted or 0) if partly else each:
                     yield Collective(kind, axis, nbytes, when, step.module)
                     for _ in range(again if when == "forward" else 0):
                         yield Collective(kind, axis, nbytes, "recompute", step.module)

@@ -30,7 +30,7 @@ def batchnorm_comms(
     nbytes = (crossing.entered[0 if crossing.batched else 1] + 1) * max(4, itemsize)
     recomputed = ("recompute", "recompute") * again
     needing = crossing.needs_grad if crossing.needing is None else crossing.needing
-    back = ("backward", "backward") * min(needing, count)
+    back = ("backward", "backward") * needing
     for when in (*("forward", "forward") * count, *back, *recomputed):
         yield Collective("all_reduce", axis, nbytes, when, name)
 
@@ -51,7 +51,7 @@ def mean_comms(
     whole = computes_whole_sequences(plan.steps, step.module.rpartition(".")[0])
     positions = round(rows * prod(crossing.entered[:-1])) // (1 if whole else plan.sequence_size)
     needing = crossing.needs_grad if crossing.needing is None else crossing.needing
-    times = ("forward",) * count + ("backward",) * min(needing, count)
+    times = ("forward",) * count + ("backward",) * needing
     for when in (*times, *("recompute",) * again):
         nbytes = positions * max(4, itemsize)
         yield Collective("all_reduce", step.mean_over, nbytes, when, step.module)

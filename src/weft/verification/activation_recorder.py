@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -119,6 +120,7 @@ def record_activations(
     experts = {each.module: each for each in find_experts(model)}
     places: dict[int, int] = {}  # id of a recorded tensor -> its microbatch
     called_at: dict[str, list[int]] = {}  # places of a module's calls in `forward`
+    came = Counter[int]()  # how often backward came to each
 
     def keep(
         record: dict[str, list[Tensor]], names: list[str], name: str, tensor: Tensor | None
@@ -196,12 +198,14 @@ def record_activations(
             base = view_base(tensor)
             for each in (tensor,) if base is None or id(base) in given else (tensor, base):
                 if each.requires_grad:
-                    each.register_hook(lambda _: come(name, place, needs))
+                    each.register_hook(partial(come, name, place, needs, count(1)))
 
-    def come(name: str, place: int, needs: bool) -> None:
-        """Backward comes to a call."""
-        if place in trace.reached:
-            return
+    def come(name: str, place: int, needs: bool, passes: Iterator[int], _: Tensor) -> None:
+        """Backward comes to a call: once, but for models that solve in backward (deep equilibrium,
+        Bai et al. 2019). `passes`: of the tensor by which it comes."""
+        if next(passes) <= came[place]:
+            return  # by another tensor of this call
+        came[place] += 1
         trace.reached.add(place)
         crossing = trace.crossings[name]
         needing, giving = (crossing.needing or 0) + needs, (crossing.giving or 0) + 1
