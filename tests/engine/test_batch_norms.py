@@ -47,7 +47,37 @@ class MomentaryNet(nn.Module):
         return self.head(x.mean(2) * lengths[:, None])
 
 
-NETS = {"rows": RowsNet, "momentary": MomentaryNet}
+class UntrackedNet(RowsNet):
+    """Its norm stops to track: it keeps its statistics, and takes them in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.track_running_stats = False
+
+
+class ForgetfulNet(RowsNet):
+    """Its norm has lost its statistics, and counts batches (TENT, Wang et al. 2021)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.running_mean = self.norm.running_var = None
+
+
+class AveragingNet(RowsNet):
+    """Its statistics are those of all batches alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.momentum = None
+
+
+NETS = {
+    "rows": RowsNet,
+    "momentary": MomentaryNet,
+    "untracked": UntrackedNet,
+    "forgetful": ForgetfulNet,
+    "averaging": AveragingNet,
+}
 
 
 def batch_of(step: int) -> dict[str, Tensor]:

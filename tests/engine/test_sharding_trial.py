@@ -130,6 +130,46 @@ class MixedInTraining(nn.Module):
         return x + 0.1 * x.cumsum(1) if self.training else x
 
 
+class SometimesMixed(nn.Module):
+    """Adds the mean over positions to half of the samples in training, and to all in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = FusedAttention(DIM, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, mean = x + self.attention(x), x.mean(1, keepdim=True)
+        kept = torch.rand(len(x), 1, 1) < 0.5 if self.training else torch.ones(len(x), 1, 1)
+        return x + mean * kept
+
+
+class MaskedInTraining(Fused):
+    """As masked diffusion: most tokens are hidden in training, and all by a number of 0.5."""
+
+    def __init__(self, dim: int = DIM) -> None:
+        super().__init__(dim=dim)
+        self.blocks = nn.ModuleList(MeanOfMany(0) for _ in range(2))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        if self.training:
+            gone = torch.rand_like(input_ids, dtype=torch.float32) < 0.6
+            input_ids = torch.where(gone, 0, input_ids)
+        return super().forward(input_ids)
+
+
+class Waiting(nn.Module):
+    """Draws until it likes a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = FusedAttention(DIM, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        while self.training and torch.rand(()) < 0.9:
+            pass
+        return x + self.attention(x)
+
+
 class Drawing(nn.Module):
     """Draws in training: whether it runs, noise, choices, masks of attention."""
 
@@ -275,13 +315,24 @@ def test_a_small_mixture_of_positions_is_refused(pool: Pool, layout: str, sample
 
 
 def test_what_mixes_positions_in_training_alone_is_refused(pool: Pool) -> None:
-    with pytest.raises(UnsupportedModel, match="splitting the sequence changes the model's output"):
+    with pytest.raises(UnsupportedModel, match="sequence, in training mode, changes the model's"):
         pool.run(begin, partial(with_blocks, MixedInTraining), "cp2", world=2)
 
 
+@pytest.mark.parametrize("build", [partial(with_blocks, SometimesMixed), MaskedInTraining])
+def test_what_one_number_for_all_draws_hides_is_refused(
+    pool: Pool, build: Callable[[], nn.Module]
+) -> None:
+    with pytest.raises(UnsupportedModel, match="splitting the sequence changes the model's output"):
+        pool.run(begin, build, "cp2", world=2)
+
+
+@pytest.mark.parametrize("block", [Drawing, Waiting])
 @pytest.mark.parametrize("layout", ["tp2", "cp2"])
-def test_what_draws_in_training_is_let_pass(pool: Pool, layout: str) -> None:
-    build = partial(with_blocks, Drawing)
+def test_what_draws_in_training_is_let_pass(
+    pool: Pool, layout: str, block: Callable[[], nn.Module]
+) -> None:
+    build = partial(with_blocks, block)
     want = pool.run(begin, build, "dp1", world=1)[0]
     got = pool.run(begin, build, layout, world=2)[0]
     assert got == pytest.approx(want, rel=1e-5)

@@ -1,13 +1,13 @@
 """The trial before the first step: does the sharded model compute what the whole model does?
 
-One forward and backward of each in training mode, on a short sample, from the same weights: the
-output, and the gradient of every parameter, agree as far as rounding allows. In float64 where that
-is possible, as a fault may change less than what bf16 rounds.
+One forward and backward of each in evaluation mode and one in training mode, on a short sample,
+from the same weights: the output, and the gradient of every parameter, agree as far as rounding
+allows. In float64 where that is possible, as a fault may change less than what bf16 rounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf, isfinite, sqrt
 
@@ -64,11 +64,8 @@ class ShardingTrial:
 
     def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, sequence: ContextParallel):
         self._plan, self._mesh, self._sequence = plan, mesh, sequence
-        self._model = copy_without_weights(model)
-        modes = training_modes(model)
-        for name, module in self._model.named_modules():
-            tracks = isinstance(module, _BatchNorm) and module.running_mean is not None
-            module.training = modes[name] and not tracks  # one sample may have no variance
+        self._model, self._modes = copy_without_weights(model), training_modes(model)
+        self._training = False  # the mode in which it runs
 
     @classmethod
     def of(
@@ -101,27 +98,41 @@ class ShardingTrial:
         sample = {key: value.to(device) for key, value in sample.items()}
         if self._sequence:  # refuses what does not divide
             self._sequence.positions(self._sequence.length(sample), self._mesh.device)
-        way, whole = self._whole(sample, held)
-        if self._plan.layout.active_axes(*CUTTING):
-            self._compare(way, held, whole, self._plan, None)
-        if self._sequence:
-            self._compare_in_part(way, held, whole)
+        ways = [*trial_ways(self._model, self._plan, self._mesh, self._sequence, sample)]
+        problem: TrialError | None = None
+        compared = False
+        # in evaluation mode too: with one number for all that is drawn some branches never run
+        for self._training in (False, True):
+            try:
+                way, whole = self._whole(ways, held)
+            except TrialError as raised:  # it may run in the other mode alone, as Reformer's
+                problem = raised
+                continue
+            if compared and not whole.output_shape:
+                continue  # in training mode it returns its loss, of which each rank has a part
+            compared = True
+            if self._plan.layout.active_axes(*CUTTING):
+                self._compare(way, held, whole, self._plan, None)
+            if self._sequence:
+                self._compare_in_part(way, held, whole)
+        if compared or problem is None:
+            return
+        cause = problem.__cause__ or problem
+        if problem.backward:
+            raise has_no_backward_to_try(self._plan, cause) from cause
+        raise cause from None
 
-    def _whole(self, sample: Batch, held: dict[str, LocalShard]) -> tuple[TrialWay, TrialRecord]:
-        """What the whole model computes, in the first way in which it runs."""
-        *others, last = trial_ways(self._model, self._plan, self._mesh, self._sequence, sample)
+    def _whole(
+        self, ways: Sequence[TrialWay], held: dict[str, LocalShard]
+    ) -> tuple[TrialWay, TrialRecord]:
+        """What the whole model computes, in the first way in which it runs. Raises TrialError."""
+        *others, last = ways
         for way in others:
             try:
                 return way, self._run(way, held, None, self._plan, None)
             except TrialError:
                 continue  # a kernel without this dtype, or a length that is fixed
-        try:
-            return last, self._run(last, held, None, self._plan, None)
-        except TrialError as problem:
-            cause = problem.__cause__ or problem
-            if problem.backward:
-                raise has_no_backward_to_try(self._plan, cause) from cause
-            raise cause from None
+        return last, self._run(last, held, None, self._plan, None)
 
     def _run(
         self,
@@ -139,11 +150,17 @@ class ShardingTrial:
         # a rounding to float8 would hide what a layout changes
         plan = replace(plan, precision=way.precision, reduce="fp32", float8=None)
         model, mesh = copy_without_weights(self._model), self._mesh
+        for name, module in model.named_modules():
+            tracks = isinstance(module, _BatchNorm) and module.running_mean is not None
+            # of one sample a batch norm may have no variance
+            module.training = self._training and self._modes[name] and not tracks
         parallelize(plan, model, mesh, self._sequence.randomness)
         if sequence is not None:
             run_on_whole_sequences(model, plan, sequence)
             compute_graphs_on_parts(model, sequence)
-        run = TrialRun(model, plan, mesh, way.precision, held, sequence, whole)
+        run = TrialRun(
+            model, plan, mesh, way.precision, held, sequence, whole, training=self._training
+        )
         inputs = self._sequence.inputs
         micro = MicroBatch(way.sample, model_arguments(inputs, way.sample))
         if sequence is not None:
@@ -214,6 +231,7 @@ class ShardingTrial:
             < bound
         }
         cut = "splitting the sequence" if sequence is not None else "sharding"
+        cut += ", in training mode," if self._training else ""
         if not error < bound:
             module = next((m for m, e in _errors(whole, found) if not e < bound), "")
             what = f"{cut} changes the model's output by {error:.2g} of its norm"

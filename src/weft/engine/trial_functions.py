@@ -4,6 +4,7 @@ random numbers, dropout, and the losses of gates, which are of the tokens of all
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
@@ -15,10 +16,18 @@ from weft.nn import DRAWS, DROPOUTS, Draws, with_loss
 
 from .function_overrides import OPENED_FUNCTIONS
 
+ALIKE = 1000  # draws of a forward that give 0.5; one that waits for another number then gets it
+_STEP = 0.6180339887498949  # golden ratio less 1: its multiples are spread over [0, 1)
+
 
 class TrialFunctions(TorchFunctionMode):
-    """The innermost mode around a forward: it sees calls first. torch's functions that draw are
-    made of 0.5, the middle of a uniform distribution; dropout drops nothing; gates add no loss."""
+    """The innermost mode around a forward: it sees calls first. Dropout drops nothing, and gates
+    add no loss. `training`: torch's functions that draw are made of 0.5, the middle of a uniform
+    distribution. In evaluation mode, where few models draw, they draw."""
+
+    def __init__(self, training: bool) -> None:
+        super().__init__()
+        self._training, self._draws = training, count()
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -31,13 +40,13 @@ class TrialFunctions(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             args, kwargs = (*args[:4], *((0.0,) if len(args) > 4 else ()), *args[5:]), dict(kwargs)
             kwargs.pop("dropout_p", None)
-        if func in OPENED_FUNCTIONS:
+        if func in OPENED_FUNCTIONS and self._training:
             with self:
                 return OPENED_FUNCTIONS[func](*args, **kwargs)
-        if func in DRAWS:
-            return DRAWS[func](Draws(_middle), *args, **kwargs)
+        if func in DRAWS and self._training:
+            return DRAWS[func](Draws(self._uniform), *args, **kwargs)
         return func(*args, **kwargs)
 
-
-def _middle(shape: torch.Size, device: torch.device, alike: bool) -> Tensor:
-    return torch.full(shape, 0.5, dtype=torch.float64, device=device)
+    def _uniform(self, shape: torch.Size, device: torch.device, alike: bool) -> Tensor:
+        further = max(0, next(self._draws) - ALIKE)
+        return torch.full(shape, (0.5 + further * _STEP) % 1, dtype=torch.float64, device=device)

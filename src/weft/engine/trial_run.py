@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ class TrialRun:
         held: this rank's part of each weight that it trains, by name.
         sequence: what divides the sequence, if it is divided.
         whole: the record of the whole model, if this one is sharded.
+        training: whether the model runs as in training mode.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class TrialRun:
         held: Mapping[str, LocalShard],
         sequence: ContextParallel | None = None,
         whole: TrialRecord | None = None,
+        training: bool = False,
     ):
         self._plan, self._mesh, self._held = plan, mesh, held
         self._sequence, self._whole = sequence, whole
@@ -89,7 +92,7 @@ class TrialRun:
             functions = FunctionOverrides(sequence.randomness, False, sequence)
             modes.append(lambda: functions)
 
-        modes.append(TrialFunctions)  # the innermost: sees calls first
+        modes.append(partial(TrialFunctions, training))  # the innermost: sees calls first
 
         def around() -> ExitStack:
             stack = ExitStack()
