@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import weft
 from tests.cases import BATCH, LENGTH, VOCAB, Fused, FusedAttention
@@ -128,6 +129,17 @@ class MixedInTraining(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(x)
         return x + 0.1 * x.cumsum(1) if self.training else x
+
+
+class Checkpointed(nn.Module):
+    """A block that its model checkpoints by itself."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.attention, self.reentrant = FusedAttention(DIM, 4), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.attention, x, use_reentrant=self.reentrant)
 
 
 class SometimesMixed(nn.Module):
@@ -317,6 +329,16 @@ def test_a_small_mixture_of_positions_is_refused(pool: Pool, layout: str, sample
 def test_what_mixes_positions_in_training_alone_is_refused(pool: Pool) -> None:
     with pytest.raises(UnsupportedModel, match="sequence, in training mode, changes the model's"):
         pool.run(begin, partial(with_blocks, MixedInTraining), "cp2", world=2)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_attention_that_the_model_checkpoints_is_refused(pool: Pool, reentrant: bool) -> None:
+    build = partial(with_blocks, partial(Checkpointed, reentrant))
+    with pytest.raises(UnsupportedModel, match=r"is inside torch\.utils\.checkpoint") as why:
+        pool.run(begin, build, "cp2", world=2)
+    assert 'train.recompute = "full"' in str(why.value)
+    want = pool.run(begin, build, "dp1", world=1)[0]
+    assert pool.run(begin, build, "tp2", world=2)[0] == pytest.approx(want, rel=1e-5)
 
 
 @pytest.mark.parametrize("build", [partial(with_blocks, SometimesMixed), MaskedInTraining])

@@ -47,6 +47,7 @@ from weft.parallel import (
     TOKEN_AXES,
     Mesh,
     all_gather,
+    checkpointed_attention,
     checkpointed_dropout,
     split_dim,
 )
@@ -112,18 +113,10 @@ class FunctionOverrides(TorchFunctionMode):
     ):
         super().__init__()
         self.randomness, self.selective, self.attended = randomness, selective, False
-        self.sequence, self.seen, self.asked, self.loads, self.mesh = (
-            sequence,
-            seen,
-            asked,
-            loads,
-            mesh,
-        )
-        self.known = known
-        self.scale, self.routed = (
-            1.0,
-            False,
-        )  # of the loss that backward starts from; whether experts have asked
+        self.sequence, self.mesh, self.known = sequence, mesh, known
+        self.seen, self.asked, self.loads = seen, asked, loads
+        self.scale = 1.0  # of the loss that backward starts from
+        self.routed = False  # whether experts have asked
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> FunctionOverrides:
@@ -232,8 +225,7 @@ class FunctionOverrides(TorchFunctionMode):
 
     def _site(self, what: object) -> Tensor:
         """The key of this call. Refuses places where the numbers would depend on the layout."""
-        compiled = torch.compiler.is_compiling()  # then BlockForward has checked it
-        if not compiled and not self.randomness.recomputed and in_checkpoint():
+        if self._checkpointed():
             raise checkpointed_dropout(what)
         within = self.loads is not None and self.loads.inside and not self.randomness.own_count
         if within and self._several():
@@ -250,6 +242,12 @@ class FunctionOverrides(TorchFunctionMode):
                 "dropout", what, problem, "put it outside of that module, or set it to 0"
             )
         return self.randomness.site()
+
+    def _checkpointed(self) -> bool:
+        """Whether torch.utils.checkpoint, called by the model, runs this and will run it again, in
+        backward, where no mode is active. Of a graph BlockForward has checked it."""
+        compiled = torch.compiler.is_compiling()
+        return not compiled and not self.randomness.recomputed and in_checkpoint()
 
     def _several(self) -> bool:
         return self.mesh is not None and bool(self.mesh.layout.active_axes())
@@ -321,6 +319,7 @@ class FunctionOverrides(TorchFunctionMode):
             self.seen(query, key, value, True)
         if self._shared() and not self._of_no_position(query, key, value):
             assert self.sequence is not None
+            self._refuse_checkpoint()
             attend = partial(attend_eagerly, self.sequence, attend)
         return attend(module, query, key, value, *args, **options)
 
@@ -335,9 +334,15 @@ class FunctionOverrides(TorchFunctionMode):
     def _attention_in_parts(self, dropout: float, args: tuple, kwargs: dict) -> Tensor:
         """Of this rank's part of the sequences with all."""
         assert self.sequence is not None
+        self._refuse_checkpoint()
         keep = _factors(self.randomness, dropout) if dropout > 0.0 else None
         out = self._attend(partial(self.sequence.attention, keep=keep), args, kwargs)
         return set_whole_shape(out, (*out.shape[:2], self.sequence.now.length, out.shape[-1]))
+
+    def _refuse_checkpoint(self) -> None:
+        assert self.sequence is not None
+        if self._checkpointed():
+            raise checkpointed_attention(self.sequence.layout)
 
     def _attend(self, core: Callable, args: tuple, kwargs: dict) -> Tensor:
         if self.selective and torch.is_grad_enabled():

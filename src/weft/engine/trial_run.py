@@ -87,26 +87,13 @@ class TrialRun:
         self._project = RandomProjection(mesh.device)
         self._record, self._positions = TrialRecord(), torch.empty(0, dtype=torch.long)
         self._length, self._counted = 0, Counter[str]()
-        modes: list[Callable[[], Any]] = [Float64Mode] if precision == "fp64" else []
-        if sequence is not None:
-            functions = FunctionOverrides(sequence.randomness, False, sequence)
-            modes.append(lambda: functions)
-
-        modes.append(partial(TrialFunctions, training))  # the innermost: sees calls first
-
-        def around() -> ExitStack:
-            stack = ExitStack()
-            for mode in modes:
-                stack.enter_context(mode())
-            return stack
-
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_floating_point() and not self._rule.low:
                     setattr(module, name, buffer.to(self._dtype))
-        self.around = around  # what is active where the model runs
+        self.around = _modes(precision, sequence, training)  # active where the model runs
         handed = sequence is None or not sequence.gathers
-        self._run = GatheredModel(model, plan.blocks, self._make, around, self._take, handed)
+        self._run = GatheredModel(model, plan.blocks, self._make, self.around, self._take, handed)
 
     # ---- weights ---------------------------------------------------------------------------------
 
@@ -357,6 +344,25 @@ class TrialRun:
         record.grads = {name: found[i] for i, name in enumerate(names)}
         if record.output is not None:
             record.output = table[-1]
+
+
+def _modes(
+    precision: str, sequence: ContextParallel | None, training: bool
+) -> Callable[[], ExitStack]:
+    """Enters the modes of a trial, the innermost last: it sees calls first."""
+    modes: list[Callable[[], Any]] = [Float64Mode] if precision == "fp64" else []
+    if sequence is not None:
+        functions = FunctionOverrides(sequence.randomness, False, sequence)
+        modes.append(lambda: functions)
+    modes.append(partial(TrialFunctions, training))
+
+    def around() -> ExitStack:
+        stack = ExitStack()
+        for mode in modes:
+            stack.enter_context(mode())
+        return stack
+
+    return around
 
 
 def first_tensor(value: Any, integers: bool = False) -> Tensor | None:

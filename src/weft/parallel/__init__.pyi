@@ -14,6 +14,7 @@ from .axes import (
 )
 from .block_forward import (
     BlockForward as BlockForward,
+    checkpointed_attention as checkpointed_attention,
     checkpointed_dropout as checkpointed_dropout,
     wrap_blocks as wrap_blocks,
 )

@@ -265,3 +265,14 @@ def checkpointed_dropout(dropout: object) -> UnsupportedModel:
         " another dropout mask",
         'leave that out and set train.recompute = "full"',
     )
+
+
+def checkpointed_attention(layout: Layout) -> UnsupportedModel:
+    """The error for attention to other ranks' positions in a module that the model checkpoints."""
+    return UnsupportedModel(
+        "layout",
+        str(layout),
+        "attention is inside torch.utils.checkpoint, and the recomputed forward would attend to the"
+        " positions of this rank alone",
+        'leave that out and set train.recompute = "full"',
+    )
