@@ -37,37 +37,9 @@ BOOSTS = {"troubleshooting": 2, "reference/": 0.3, "repository/": 0.2}
 def on_config(config: Any) -> Any:
     """Fill the folder, once for each build, and let mkdocs read that one."""
     if not getattr(config.plugins["i18n"], "building", False):  # not one more language of a build
-        config.nav = expand(config.nav, named(config.nav))
         config.docs_dir = f"{config.site_dir}-pages"
         stage(Path(config.docs_dir))
     return config
-
-
-# ---- the table of contents -----------------------------------------------------------------------
-
-
-def named(nav: Any) -> set[str]:
-    """The pages that the table of contents names without a pattern."""
-    if isinstance(nav, str):
-        return {nav}
-    parts = nav.values() if isinstance(nav, dict) else nav
-    return set().union(*map(named, parts))
-
-
-def expand(nav: Any, elsewhere: set[str]) -> Any:
-    """The table of contents with the pages that its patterns match."""
-    if isinstance(nav, dict):
-        return {title: expand(part, elsewhere) for title, part in nav.items()}
-    if isinstance(nav, str):
-        return nav
-    found: list[Any] = []
-    for entry in nav:
-        if isinstance(entry, str) and "*" in entry:
-            pages = sorted(str(path.relative_to(DOCS)) for path in DOCS.glob(entry))
-            found += [p for p in pages if p not in elsewhere and not p.endswith(".zh.md")]
-        elif part := expand(entry, elsewhere):
-            found.append(part)
-    return [part for part in found if not isinstance(part, dict) or all(part.values())]
 
 
 # ---- the folder ----------------------------------------------------------------------------------

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
 
 import pytest
 
-PAGES = Path(__file__).parents[2] / "docs" / "systems"
+from tests.docs.scripts import ROOT
+
+PAGES = ROOT / "docs" / "systems"
 ENGLISH = sorted(page for page in PAGES.glob("*.md") if not page.name.endswith(".zh.md"))
 
 
@@ -16,3 +18,14 @@ def test_the_index_has_every_page(end: str) -> None:
     names = [page.name.replace(".md", end) for page in ENGLISH if page.name != "index.md"]
     assert names and not [name for name in names if f"({name})" not in text]
     assert not [name for name in names if not (PAGES / name).exists()]
+
+
+@pytest.mark.parametrize("end", [".md", ".zh.md"])
+def test_the_site_lists_the_pages_in_the_order_of_the_index(end: str) -> None:
+    listed = re.findall(r"- systems/(\w+)\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    rows = re.findall(
+        rf"^\| \[[^]]*\]\((\w+){re.escape(end)}\)",
+        (PAGES / f"index{end}").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    assert listed == ["index", *rows]
