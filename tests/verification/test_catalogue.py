@@ -551,9 +551,9 @@ def stale_buffers(case: Case) -> Iterator[Case]:
     """Outputs agree; the running statistics of one replica are never updated."""
     right = batchnorm.BatchNorm._track
 
-    def track(self: batchnorm.BatchNorm, mean: Tensor, var: Tensor) -> None:
+    def track(self: batchnorm.BatchNorm, mean: Tensor, var: Tensor, count: Tensor) -> None:
         if dist.get_rank() == 0:
-            right(self, mean, var)
+            right(self, mean, var, count)
 
     with patched(case, (batchnorm.BatchNorm, "_track", track)):
         yield case

@@ -1,5 +1,5 @@
 """What is left out of a trial, so that the whole model and the sharded one compute with the same:
-random numbers, dropout, and the losses of gates, which are of the tokens of all ranks."""
+random numbers, dropout, and what gates ask of the tokens of all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from weft.nn import DRAWS, DROPOUTS, Draws, with_loss
+from weft.nn import DRAWS, DROPOUTS, Draws, with_loss, within_capacity
 
 from .function_overrides import OPENED_FUNCTIONS
 
@@ -21,9 +21,9 @@ _STEP = 0.6180339887498949  # golden ratio less 1: its multiples are spread over
 
 
 class TrialFunctions(TorchFunctionMode):
-    """The innermost mode around a forward: it sees calls first. Dropout drops nothing, and gates
-    add no loss. `training`: torch's functions that draw are made of 0.5, the middle of a uniform
-    distribution. In evaluation mode, where few models draw, they draw."""
+    """The innermost mode around a forward: it sees calls first. Dropout drops nothing, gates add no
+    loss, and experts have room for all. `training`: torch's functions that draw are made of 0.5,
+    the middle of a uniform distribution. In evaluation mode, where few models draw, they draw."""
 
     def __init__(self, training: bool) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class TrialFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in DROPOUTS:
             return args[0] if args else kwargs["input"]
-        if func is with_loss:
+        if func in (with_loss, within_capacity):
             return args[0]
         if func is F.scaled_dot_product_attention:
             args, kwargs = (*args[:4], *((0.0,) if len(args) > 4 else ()), *args[5:]), dict(kwargs)
