@@ -71,7 +71,16 @@ class AveragingNet(RowsNet):
         self.norm.momentum = None
 
 
+class UncountedNet(RowsNet):
+    """Its norm tracks, and counts no batches, as one of an old checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.num_batches_tracked = None
+
+
 NETS = {
+    "uncounted": UncountedNet,
     "rows": RowsNet,
     "momentary": MomentaryNet,
     "untracked": UntrackedNet,

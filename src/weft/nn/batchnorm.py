@@ -79,8 +79,7 @@ class BatchNorm(_BatchNorm):
         centred = x - mean.view(shape)
         squares, _ = batch_sums(centred.square(), self.group)
         var = squares / rows
-        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
+        if self.training and self.track_running_stats:
             self._track(mean.detach(), squares.detach() / (rows - 1).clamp(min=1), count)
         y = centred * torch.rsqrt(var + self.eps).view(shape)
         if self.affine:
@@ -89,8 +88,13 @@ class BatchNorm(_BatchNorm):
 
     def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
         """Of no elements nothing is tracked, as in torch."""
+        batches = self.num_batches_tracked
+        if batches is not None:
+            batches.add_(1)
         if self.running_mean is None or self.running_var is None:
             return
-        rate = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+        rate = self.momentum
+        if rate is None:  # the mean of all batches
+            rate = 0.0 if batches is None else 1.0 / float(batches)
         for kept, new in ((self.running_mean, mean), (self.running_var, var)):
             kept.lerp_(new.to(kept.dtype), (count > 0).to(kept.dtype) * rate)
