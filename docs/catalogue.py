@@ -84,7 +84,10 @@ SINKS = {
     "Constraint": {2: "reason"},  # why a search leaves a layout out
     "translate": {0: "text"},
 }
-TEXTS = {"_KINDS": False, "NAMES": True}  # constants of texts; whether one word is one
+# Constants of texts; whether one word is one.
+TEXTS = {"_KINDS": False, "NAMES": True, "FIX_OR_LINES": False, "FIX_OR_LINES_IF_MIXED": False}
+TEXTS |= {"LINES_AROUND": False}
+FORMATTED = re.compile(r"\{(\{(?:others|fix|lines)\})\}")  # by str.format
 # Functions all of whose texts are lines of a table; two spaces part its columns.
 TABLES = {
     "verification/report.py": ["result_table", "_told"],
@@ -216,8 +219,11 @@ class MessageFinder:
             self._index(child, inner)
 
     def _follow(self, scope: Scope, call: ast.Call) -> None:
-        word = called(call) == "translate"
-        for place, keyword in list(self._sinks.get(called(call), {}).items()):
+        title = called(call)
+        if title == "cls":
+            title = next((each.name for each in scope.within if isinstance(each, ast.ClassDef)), "")
+        word = title == "translate"
+        for place, keyword in list(self._sinks.get(title, {}).items()):
             given = [each.value for each in call.keywords if each.arg == keyword]
             if not any(isinstance(each, ast.Starred) for each in call.args[: place + 1]):
                 given += call.args[place : place + 1]
@@ -230,7 +236,7 @@ class MessageFinder:
             words = words_of(template).removeprefix("weft: ")
             named = [each for each in words.split() if re.search(r"[A-Za-z]{2}", each)]
             if len(named) > (not word and all(isinstance(part, str) for part in template)):
-                text = spelled(template).replace("{{others}}", "{others}")  # NothingToDivide.naming
+                text = FORMATTED.sub(r"\1", spelled(template))
                 self.found[text].add(scope.module)
 
     def _note_cells(self, scope: Scope, function: Function) -> None:

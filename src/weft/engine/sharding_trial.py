@@ -8,7 +8,9 @@ allows. In float64 where that is possible, as a fault may change less than what 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from math import inf, isfinite, sqrt
 
 import torch
@@ -43,13 +45,19 @@ from .gathered_model import copy_without_weights
 from .microbatch import Batch, MicroBatch
 from .random_projection import size_of
 from .training_modes import training_modes
+from .trial_branches import Branch
 from .trial_run import TrialError, TrialRecord, TrialRun
 from .trial_ways import TrialWay, positions_of, trial_ways
 from .whole_role import (
+    FIX_OR_LINES_IF_MIXED,
     MixesPositions,
     glob_to_be_whole,
     with_whole_sequences,
 )
+
+
+class _RefusedByAll(Exception):
+    """A branch that the sample does not take runs on no rank. Where one takes it, it says so."""
 
 
 class ShardingTrial:
@@ -66,6 +74,8 @@ class ShardingTrial:
         self._plan, self._mesh, self._sequence = plan, mesh, sequence
         self._model, self._modes = copy_without_weights(model), training_modes(model)
         self._training = False  # the mode in which it runs
+        self._branch: Branch | None = None  # that it takes; None: those of its sample
+        self._places = count()
 
     @classmethod
     def of(
@@ -111,16 +121,34 @@ class ShardingTrial:
             if compared and not whole.output_shape:
                 continue  # in training mode it returns its loss, of which each rank has a part
             compared = True
-            if self._plan.layout.active_axes(*CUTTING):
-                self._compare(way, held, whole, self._plan, None)
-            if self._sequence:
-                self._compare_in_part(way, held, whole)
+            self._compare_all(way, held, whole)
+            self._compare_other_branches(way, held, whole.others)
         if compared or problem is None:
             return
         cause = problem.__cause__ or problem
         if problem.backward:
             raise has_no_backward_to_try(self._plan, cause) from cause
         raise cause from None
+
+    def _compare_other_branches(
+        self, way: TrialWay, held: dict[str, LocalShard], branches: Sequence[Branch]
+    ) -> None:
+        """Those that the whole model runs, and returns an output."""
+        for self._branch in branches:
+            try:
+                whole = self._run(way, held, None, self._plan, None)
+            except TrialError:
+                continue
+            if whole.output_shape:
+                with suppress(_RefusedByAll):
+                    self._compare_all(way, held, whole)
+        self._branch = None
+
+    def _compare_all(self, way: TrialWay, held: dict[str, LocalShard], whole: TrialRecord) -> None:
+        if self._plan.layout.active_axes(*CUTTING):
+            self._compare(way, held, whole, self._plan, None)
+        if self._sequence:
+            self._compare_in_part(way, held, whole)
 
     def _whole(
         self, ways: Sequence[TrialWay], held: dict[str, LocalShard]
@@ -159,7 +187,15 @@ class ShardingTrial:
             run_on_whole_sequences(model, plan, sequence)
             compute_graphs_on_parts(model, sequence)
         run = TrialRun(
-            model, plan, mesh, way.precision, held, sequence, whole, training=self._training
+            model,
+            plan,
+            mesh,
+            way.precision,
+            held,
+            sequence,
+            whole,
+            training=self._training,
+            branch=self._branch,
         )
         inputs = self._sequence.inputs
         micro = MicroBatch(way.sample, model_arguments(inputs, way.sample))
@@ -205,9 +241,14 @@ class ShardingTrial:
         plan: Plan,
         sequence: ContextParallel | None,
     ) -> None:
+        group = self._mesh.group(*self._mesh.layout.active_axes())
         try:
             found = self._run(way, held, whole, plan, sequence)
-        except TrialError as problem:
+        except (TrialError, Refusal) as problem:
+            if self._branch is not None and all_ranks_come(group, f"branch {next(self._places)}"):
+                raise _RefusedByAll from problem
+            if isinstance(problem, Refusal):
+                raise
             cause = problem.__cause__ or problem
             if sequence is not None:
                 raise does_not_run_in_part(plan, problem.module, cause) from cause
@@ -279,12 +320,15 @@ class ShardingTrial:
         self, problem: str, module: str, sequence: ContextParallel | None
     ) -> UnsupportedModel:
         layout = str(self._plan.layout)
+        found, branch = problem, self._branch
+        if branch is not None:
+            found = f"{problem}, where {branch.line} reads {branch.value}"
         if sequence is not None:
-            problem += ": it mixes or counts positions outside attention and position_ids"
+            mixes = f"{found}: it mixes or counts positions outside attention and position_ids"
             fix = "use dp or fsdp, or let its forward take position_ids, and use them"
-            both = "{fix}; or, if that module mixes positions, write {lines} under [roles]"
-            return MixesPositions.of(self._plan.layout, problem, fix, module, both)
-        return UnsupportedModel("layout", layout, problem, advice(self._plan, module))
+            advised = FIX_OR_LINES_IF_MIXED
+            return MixesPositions.of(self._plan.layout, mixes, fix, module, advised)
+        return UnsupportedModel("layout", layout, found, advice(self._plan, module))
 
 
 def bounds(precision: str) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from weft.nn import DRAWS, DROPOUTS, Draws, with_loss, within_capacity
 
 from .function_overrides import OPENED_FUNCTIONS
+from .trial_branches import BranchReads
 
 ALIKE = 1000  # draws of a forward that give 0.5; one that waits for another number then gets it
 _STEP = 0.6180339887498949  # golden ratio less 1: its multiples are spread over [0, 1)
@@ -23,11 +24,12 @@ _STEP = 0.6180339887498949  # golden ratio less 1: its multiples are spread over
 class TrialFunctions(TorchFunctionMode):
     """The innermost mode around a forward: it sees calls first. Dropout drops nothing, gates add no
     loss, and experts have room for all. `training`: torch's functions that draw are made of 0.5,
-    the middle of a uniform distribution. In evaluation mode, where few models draw, they draw."""
+    the middle of a uniform distribution. In evaluation mode, where few models draw, they draw.
+    `reads`: what the forward reads of tensors as true or false."""
 
-    def __init__(self, training: bool) -> None:
+    def __init__(self, training: bool, reads: BranchReads) -> None:
         super().__init__()
-        self._training, self._draws = training, count()
+        self._training, self._draws, self._reads = training, count(), reads
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -45,6 +47,8 @@ class TrialFunctions(TorchFunctionMode):
                 return OPENED_FUNCTIONS[func](*args, **kwargs)
         if func in DRAWS and self._training:
             return DRAWS[func](Draws(self._uniform), *args, **kwargs)
+        if self._reads.sees(func, args):
+            return self._reads(func, args, kwargs)
         return func(*args, **kwargs)
 
     def _uniform(self, shape: torch.Size, device: torch.device, alike: bool) -> Tensor:

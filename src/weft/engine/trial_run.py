@@ -28,6 +28,7 @@ from .function_overrides import FunctionOverrides
 from .gathered_model import GatheredModel
 from .microbatch import MicroBatch
 from .random_projection import RandomProjection
+from .trial_branches import Branch, BranchReads
 from .trial_functions import TrialFunctions
 
 Call = tuple[str, int]  # a module, and which call of it
@@ -45,6 +46,7 @@ class TrialRecord:
     output: Tensor | None = None
     output_shape: tuple[int, ...] = ()
     sizes: dict[str, float] = field(default_factory=dict)  # squared norms of gradients
+    others: list[Branch] = field(default_factory=list)  # the branches that it has not taken
 
 
 class TrialError(Exception):
@@ -67,6 +69,7 @@ class TrialRun:
         sequence: what divides the sequence, if it is divided.
         whole: the record of the whole model, if this one is sharded.
         training: whether the model runs as in training mode.
+        branch: which it takes, whatever its tensors hold.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class TrialRun:
         sequence: ContextParallel | None = None,
         whole: TrialRecord | None = None,
         training: bool = False,
+        branch: Branch | None = None,
     ):
         self._plan, self._mesh, self._held = plan, mesh, held
         self._sequence, self._whole = sequence, whole
@@ -91,7 +95,9 @@ class TrialRun:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_floating_point() and not self._rule.low:
                     setattr(module, name, buffer.to(self._dtype))
-        self.around = _modes(precision, sequence, training)  # active where the model runs
+        self._reads = BranchReads(branch)
+        functions = partial(TrialFunctions, training, self._reads)
+        self.around = _modes(precision, sequence, functions)  # active where the model runs
         handed = sequence is None or not sequence.gathers
         self._run = GatheredModel(model, plan.blocks, self._make, self.around, self._take, handed)
 
@@ -274,6 +280,7 @@ class TrialRun:
             if self._sequence is not None:
                 self._sequence.end()
                 self._sequence.forwards.forget()
+        record.others = self._reads.others()
         if self._whole is not None:
             self._sum(record, device)
         return record
@@ -347,14 +354,14 @@ class TrialRun:
 
 
 def _modes(
-    precision: str, sequence: ContextParallel | None, training: bool
+    precision: str, sequence: ContextParallel | None, trial: Callable[[], TrialFunctions]
 ) -> Callable[[], ExitStack]:
     """Enters the modes of a trial, the innermost last: it sees calls first."""
     modes: list[Callable[[], Any]] = [Float64Mode] if precision == "fp64" else []
     if sequence is not None:
         functions = FunctionOverrides(sequence.randomness, False, sequence)
         modes.append(lambda: functions)
-    modes.append(partial(TrialFunctions, training))
+    modes.append(trial)
 
     def around() -> ExitStack:
         stack = ExitStack()

@@ -41,16 +41,22 @@ def lines_that_leave_whole(plan: Plan, module: str) -> str:
     return ", ".join(f'"{glob}" = "whole"' for glob in globs) if left else ""
 
 
+# a fix together with lines of [roles]
+FIX_OR_LINES = "{fix}, or write {lines} under [roles]"
+FIX_OR_LINES_IF_MIXED = "{fix}; or, if that module mixes positions, write {lines} under [roles]"
+LINES_AROUND = "write {lines} under [roles], or use dp or fsdp"
+
+
 class MixesPositions(UnsupportedModel):
     """A module does not compute on a part of the positions, and might on whole sequences.
 
     Attributes:
         module: where.
-        advice: how its fix is said together with lines of [roles].
+        advice: one of the texts above.
     """
 
     module = ""
-    advice = "{fix}, or write {lines} under [roles]"
+    advice = FIX_OR_LINES
 
     @classmethod
     def of(cls, layout: Layout, problem: str, fix: str, module: str, advice: str = advice) -> Self:

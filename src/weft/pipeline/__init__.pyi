@@ -23,6 +23,7 @@ from .capture.placeholder import (
 )
 from .capture.source_lines import (
     model_frames as model_frames,
+    quoted_line as quoted_line,
     raised_in_torch as raised_in_torch,
     source_line as source_line,
 )

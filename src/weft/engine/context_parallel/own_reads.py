@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import ast
 import inspect
-import linecache
-import os
 import textwrap
 from collections.abc import Iterator
 from types import CodeType
 
-from weft.pipeline import model_frames
+from weft.pipeline import model_frames, quoted_line
 
 _LEAVES = (ast.Break, ast.Continue, ast.Return)
 
@@ -36,9 +34,7 @@ class OwnReads:
         for frame in model_frames() if self._lines else ():
             for line in sorted(self._lines.get(frame.f_code, ())):
                 if _decides(frame.f_code, line, frame.f_lineno):
-                    path = frame.f_code.co_filename
-                    text = linecache.getline(path, line).strip()
-                    return f"`{text}` at {os.path.basename(path)}:{line}"
+                    return quoted_line(frame.f_code, line)
         return ""
 
 

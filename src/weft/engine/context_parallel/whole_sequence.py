@@ -18,7 +18,7 @@ from weft.core import Plan
 from weft.nn import named_inputs
 from weft.parallel import dim_of_positions
 
-from ..whole_role import MixesPositions
+from ..whole_role import LINES_AROUND, MixesPositions
 from .mask_rules import whole_mask
 from .sequence import ContextParallel, WholeSequence, check_path, on_the_part
 from .whole_marks import dims_of_positions, is_alike, is_marked, set_whole_shape, whole_of
@@ -116,8 +116,7 @@ class _AroundForward:
 
     def _error(self, problem: str, fix: str) -> MixesPositions:
         problem = f"{self._name} needs whole sequences, {problem}"
-        advice = "write {lines} under [roles], or use dp or fsdp"  # around this one
-        return MixesPositions.of(self._sequence.layout, problem, fix, self._name, advice)
+        return MixesPositions.of(self._sequence.layout, problem, fix, self._name, LINES_AROUND)
 
     def _gathered(self, x: Any, length: int) -> Any:
         """All positions, in their order, of what has this rank's."""

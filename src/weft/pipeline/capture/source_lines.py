@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -52,6 +52,12 @@ def source_text() -> str:
     )
 
 
+def quoted_line(code: CodeType, line: int) -> str:
+    """The text of a line of the model's code, and where it is."""
+    path = code.co_filename
+    return f"`{linecache.getline(path, line).strip()}` at {os.path.basename(path)}:{line}"
+
+
 def raised_in_torch(error: BaseException) -> tuple[str, tuple[Any, ...]]:
     """The text and `file:line` of the model's line that called what has raised this, and the local
     values there; none, if the model itself has raised it."""
@@ -60,8 +66,6 @@ def raised_in_torch(error: BaseException) -> tuple[str, tuple[Any, ...]]:
     while at is not None:
         frame = at.tb_frame
         if _is_model(frame):
-            path = frame.f_code.co_filename
-            text = linecache.getline(path, at.tb_lineno).strip()
-            line, frame = f"`{text}` at {os.path.basename(path)}:{at.tb_lineno}", None
+            line, frame = quoted_line(frame.f_code, at.tb_lineno), None
         at = at.tb_next
     return line, () if frame is None else tuple(frame.f_locals.values())
