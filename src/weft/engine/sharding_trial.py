@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from math import inf, isfinite, sqrt
+from typing import Any
 
 import torch
 from torch import nn
@@ -75,7 +76,7 @@ class ShardingTrial:
         self._model, self._modes = copy_without_weights(model), training_modes(model)
         self._training = False  # the mode in which it runs
         self._branch: Branch | None = None  # that it takes; None: those of its sample
-        self._places = count()
+        self._tried, self._places = set[Branch](), count()
 
     @classmethod
     def of(
@@ -122,7 +123,7 @@ class ShardingTrial:
                 continue  # in training mode it returns its loss, of which each rank has a part
             compared = True
             self._compare_all(way, held, whole)
-            self._compare_other_branches(way, held, whole.others)
+            self._compare_other_branches(way, held, whole)
         if compared or problem is None:
             return
         cause = problem.__cause__ or problem
@@ -131,17 +132,20 @@ class ShardingTrial:
         raise cause from None
 
     def _compare_other_branches(
-        self, way: TrialWay, held: dict[str, LocalShard], branches: Sequence[Branch]
+        self, way: TrialWay, held: dict[str, LocalShard], whole: TrialRecord
     ) -> None:
-        """Those that the whole model runs, and returns an output."""
+        """Those that have not been tried, that the whole model runs, and that change what it
+        computes."""
+        branches = [branch for branch in whole.others if branch not in self._tried]
+        self._tried.update(branches)
         for self._branch in branches:
             try:
-                whole = self._run(way, held, None, self._plan, None)
+                other = self._run(way, held, None, self._plan, None)
             except TrialError:
                 continue
-            if whole.output_shape:
+            if other.output_shape and not _are_same(whole, other):
                 with suppress(_RefusedByAll):
-                    self._compare_all(way, held, whole)
+                    self._compare_all(way, held, other)
         self._branch = None
 
     def _compare_all(self, way: TrialWay, held: dict[str, LocalShard], whole: TrialRecord) -> None:
@@ -363,6 +367,15 @@ def _restricted(plan: Plan, axes: tuple[str, ...]) -> Plan:
         steps.append(replace(step, params=params, gather=None))
     norms = plan.batchnorms if set(SEQUENCE_AXES) & set(axes) else ()
     return replace(plan, steps=tuple(steps), batchnorms=norms, staging=None, staged=None, sync=None)
+
+
+def _are_same(one: TrialRecord, other: TrialRecord) -> bool:
+    """Whether two runs of a model have computed the same."""
+    first: dict[Any, torch.Tensor] = {**one.outputs, **one.grads}
+    second: dict[Any, torch.Tensor] = {**other.outputs, **other.grads}
+    return first.keys() == second.keys() and all(
+        torch.equal(found, second[name]) for name, found in first.items()
+    )
 
 
 def _errors(whole: TrialRecord, found: TrialRecord) -> Iterator[tuple[str, float]]:
