@@ -83,6 +83,7 @@ from .module_names import glob_of_blocks as glob_of_blocks, is_inside as is_insi
 from .number_format import short_number as short_number
 from .optional_imports import import_extra as import_extra
 from .outlier_filter import OutlierFilter as OutlierFilter
+from .partials import function_of_partial as function_of_partial
 from .parts import (
     Part as Part,
     PartAxes as PartAxes,

@@ -28,6 +28,7 @@ from weft.core import (
     ConfigError,
     Plan,
     UnsupportedModel,
+    function_of_partial,
     nearest,
 )
 from weft.nn import DeferredLogits
@@ -188,9 +189,7 @@ class CompiledBlocks:
             plain = not self._in_use or isinstance(logits, DeferredLogits)
             return loss(output, batch) if plain else compiled(output, batch)
 
-        marked: Any = loss
-        while isinstance(marked, partial):
-            marked = marked.func
+        marked = function_of_partial(loss)
         vars(run).update(vars(marked))  # as @vocab_parallel marks it
         run.__name__ = getattr(marked, "__name__", run.__name__)
         return run

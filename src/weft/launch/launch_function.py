@@ -7,7 +7,6 @@ import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from weft._torch.forks import autograd_survives_fork, cuda_survives_fork
 from weft._torch.trees import tree_map
-from weft.core import BackendChoice, ConfigError, Layout
+from weft.core import BackendChoice, ConfigError, Layout, function_of_partial
 
 from .choose_backend import Backend, choose_backend
 from .environment import launched_rank, local_world_size
@@ -177,8 +176,7 @@ def _check_guarded() -> None:
 
 def _is_importable(function: Callable[..., Any]) -> bool:
     """Whether a new interpreter finds the function by its name."""
-    while isinstance(function, partial):
-        function = function.func
+    function = function_of_partial(function)
     try:
         pickle.dumps(function)
     except (pickle.PicklingError, AttributeError, TypeError):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from weft.core import ConfigError
+from weft.core import ConfigError, function_of_partial
 
 FIX = (
     "name a function of (output, batch) that returns (sum, weight), such as"
@@ -25,9 +24,7 @@ def check_loss(loss: Callable[..., Any], field: str = "loss", value: object = No
     Raises:
         ConfigError: it cannot be a loss.
     """
-    bare = loss
-    while isinstance(bare, functools.partial):
-        bare = bare.func
+    bare = function_of_partial(loss)
     if inspect.isclass(bare):
         problem = "is a class, not a loss"
     elif not _takes_output_and_batch(loss, bare):

@@ -9,7 +9,6 @@ one mesh axis. The full logits then never exist on a rank: see `cross_entropy`.
 
 from __future__ import annotations
 
-import functools
 import numbers
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from weft._torch.functional_collectives import all_reduce
 from weft._torch.trees import tree_map
-from weft.core import ConfigError, DataError
+from weft.core import ConfigError, DataError, function_of_partial
 
 from .batch_labels import IGNORED, shift_labels
 from .chunked_softmax import chunk_rows, softmax_parts, token_losses, wide
@@ -57,9 +56,7 @@ def accepts_sharded_logits(loss: Callable[..., Any]) -> bool:
         >>> accepts_sharded_logits(next_token), accepts_sharded_logits(mse)
         (True, False)
     """
-    while isinstance(loss, functools.partial):
-        loss = loss.func
-    return bool(getattr(loss, "vocab_parallel", False))
+    return bool(getattr(function_of_partial(loss), "vocab_parallel", False))
 
 
 def positionwise(loss: Loss) -> Loss:
@@ -82,9 +79,7 @@ def is_positionwise(loss: Callable[..., Any]) -> bool:
         >>> is_positionwise(next_token), is_positionwise(mse)
         (True, False)
     """
-    while isinstance(loss, functools.partial):
-        loss = loss.func
-    return bool(getattr(loss, "positionwise", False))
+    return bool(getattr(function_of_partial(loss), "positionwise", False))
 
 
 def whole_batch(loss: Loss) -> Loss:
@@ -118,9 +113,7 @@ def is_whole_batch(loss: Callable[..., Any]) -> bool:
         >>> is_whole_batch(whole_batch(lambda output, batch: (output.sum(), 1)))
         True
     """
-    while isinstance(loss, functools.partial):
-        loss = loss.func
-    return bool(getattr(loss, "whole_batch", False))
+    return bool(getattr(function_of_partial(loss), "whole_batch", False))
 
 
 def split_loss(
