@@ -12,6 +12,8 @@ from torch import Tensor
 
 from weft.pipeline import model_frames, quoted_line
 
+from .context_parallel.transformers_interfaces import makes_a_mask
+
 MOST = 4  # other branches that are tried; each takes as long as a trial
 
 _READS = {
@@ -34,7 +36,8 @@ class Branch:
 
 
 class BranchReads:
-    """What a forward reads of tensors as true or false.
+    """What a forward reads of tensors as true or false, but for what decides how transformers makes
+    a mask: a part of the positions gets its rule from weft.
 
     Args:
         forced: the branch that it takes, whatever its tensors hold.
@@ -55,7 +58,9 @@ class BranchReads:
 
     def __call__(self, func: Callable, args: tuple, kwargs: dict[str, Any]) -> bool:
         frame, forced = next(model_frames(), None), self._forced
-        line = "" if frame is None else quoted_line(frame.f_code, frame.f_lineno)
+        line = ""
+        if frame is not None and not makes_a_mask(frame):
+            line = quoted_line(frame.f_code, frame.f_lineno)
         if not line or line in self.found:
             return func(*args, **kwargs)
         value = func(*args, **kwargs) if forced is None or line != forced.line else forced.value

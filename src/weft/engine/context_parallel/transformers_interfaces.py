@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,12 +18,19 @@ from torch import Tensor
 
 from .sequence import ContextParallel
 
+_MASKS = "transformers.masking_utils"
+
+
+def makes_a_mask(frame: FrameType) -> bool:
+    """Whether code of transformers that makes masks of attention runs here."""
+    return frame.f_globals.get("__name__") == _MASKS
+
 
 @contextmanager
 def mask_rules(sequence: ContextParallel) -> Iterator[None]:
     """Within this context transformers asks `sequence` for each mask of attention, where ranks have
     parts of what runs. By the local override of transformers' mask interface."""
-    masks = sys.modules.get("transformers.masking_utils")
+    masks = sys.modules.get(_MASKS)
     if masks is None:  # no model of transformers can be running
         yield
         return
