@@ -31,11 +31,20 @@
     return kept.length ? kept.join(" ") : query;
   };
 
+  // An error message that is pasted whole: its quotes and signs are no operators of the search, which
+  // would look for pages that have all quoted words, and for pages without the 9 of "exitcode: -9".
+  const PASTED = 7; // words
+  const plain = (query) => query.replace(/(?<=^|\s)[-+]+|["'<>()[\]{}:~^*]+/g, " ");
+
   const QUERY = 2; // the kind of message that asks the search (mkdocs-material)
   window.Worker = class extends window.Worker {
     postMessage(message, ...rest) {
-      const asks = message?.type === QUERY && !message.data.includes('"');
-      super.postMessage(asks ? { ...message, data: words(message.data) } : message, ...rest);
+      if (message?.type === QUERY) {
+        const pasted = message.data.trim().split(/\s+/).length >= PASTED;
+        const data = pasted ? plain(message.data) : message.data;
+        message = { ...message, data: data.includes('"') ? data : words(data) };
+      }
+      super.postMessage(message, ...rest);
     }
   };
 })();

@@ -111,6 +111,38 @@ QUESTIONS = [
         ("why are two GPUs slower than one", FAQ, "why-are-two-gpus", "both wait for the sum"),
         ("torchrun multi node", FAQ, "how-do-i-run-on-two", "Run the same command on each"),
         ("how do I use my own dataset", FAQ, "how-do-i-use-my-own", "map-style or any iterable"),
+        ("NCCL same order of collectives on every rank", FAQ, "must-all-ranks-call",
+         "by their order alone"),
+        ("loss is nan with fp16 but fine with bf16 GradScaler", FAQ, "my-loss-spikes",
+         "exceeds 65504"),
+        ("validation accuracy on all ranks DDP evaluate", FAQ, "how-do-i-evaluate",
+         "all-reduce the sum and the count"),
+        ("freeze layers with FSDP requires_grad use_orig_params", FAQ, "how-do-i-train-a-part",
+         "for a unit that is partly frozen"),
+        ("how much slower is gradient checkpointing", FAQ, "how-do-i-turn-on",
+         "adds a third of the computing"),
+        ("should the random seed be different on each rank", FAQ, "does-a-run-repeat",
+         "one seed, the same for all ranks"),
+        ("EMA of model weights with FSDP", FAQ, "how-do-i-keep-an-ema",
+         "averages its own shards after each update"),
+        ("no weight decay for bias and layernorm parameter groups FSDP", FAQ,
+         "how-do-i-set-no-weight-decay", "`no_decay` takes globs of names"),
+        ("out of memory with 128k context long sequence", FAQ, "how-do-i-train-on-long",
+         "a part of every sequence"),
+        ("GPU utilization 100% but training is slow", FAQ, "gpu-utilization",
+         "any kernel ran, however small"),
+        ("torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1331, unhandled "
+         "system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.18.1", FAQ,
+         "nccl-error", "Read the rank that failed first"),
+        ("RuntimeError: Error(s) in loading state_dict for Net: Missing key(s) in state_dict: "
+         '"conv1.weight". Unexpected key(s) in state_dict: "module.conv1.weight".', FAQ,
+         "missing-key", "removes the prefix"),
+        ("torch.distributed.elastic.multiprocessing.errors.ChildFailedError: train.py FAILED "
+         "exitcode : -9 (pid: 4121) error_file: <N/A> Signal 9 (SIGKILL) received by PID 4121",
+         FAQ, "childfailederror", "the host, not the GPU, is out of memory"),
+        ("RuntimeError: DataLoader worker (pid 2721) is killed by signal: Bus error. It is "
+         "possible that dataloader's workers are out of shared memory. Please try to raise your "
+         "shared memory limit.", FAQ, "dataloader-worker", "`docker run --shm-size=8g`"),
         ("为什么 DDP 的损失和单卡不一样", FAQ, "why-is-my-ddp-loss", "只是自己那部分样本的均值"),
         ("多卡训练 loss 和单卡不一致", FAQ, "why-is-my-ddp-loss", "只是自己那部分样本的均值"),
         ("ZeRO-2 8 卡 Adam 占多少显存", FAQ, "how-much-memory-does-adam", "其中 Adam 占 8 GB"),
@@ -145,6 +177,14 @@ QUESTIONS = [
         ("梯度裁剪", FAQ, "does-gradient-clipping", "整个模型全部梯度的范数"),
         ("训练 70B 需要多少张卡", FAQ, "how-many-gpus", "16 字节"),
         ("数据加载慢 num_workers", FAQ, "is-data-loading-slow", "`data.workers`：每个 rank"),
+        ("分词在哪里做 每个进程都要分词吗", FAQ, "where-is-text-tokenized", "在训练之前分词一次"),
+        ("MoE 专家负载不均衡 怎么办", FAQ, "how-do-i-balance", "移动门控的偏置"),
+        ("指定用哪几张显卡 CUDA_VISIBLE_DEVICES", FAQ, "how-do-i-choose-the-gpus",
+         "只看到这几张显卡"),
+        ("fp16 和 bf16 怎么选 V100", FAQ, "bf16-fp16-or-fp32", "不支持 bf16，请用 fp16"),
+        ("多机训练要开放哪些端口 防火墙", FAQ, "address-already-in-use", "开放全部 TCP 端口"),
+        ("样本长度不同 padding packing 拼接", "data", "samples-of-several-lengths",
+         "把几个短样本依次拼接成一个"),
     ]
 ]  # fmt: skip
 
