@@ -54,6 +54,53 @@ def test_verify_deep_refuses_servers_of_several_ranks_and_verifies_the_others() 
     assert "these do not: dp2.tp2 (refused)" in result.stdout
 
 
+CENTRED = """
+import torch
+
+class Centred(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.a(x)
+        return x - x.mean(0)
+
+class Data:
+    def __init__(self, split="train"):
+        self.x = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return {"x": self.x[index], "target": self.x[index, :3]}
+"""
+
+
+def test_verify_deep_leaves_out_a_layout_that_verify_refuses(folder: Path) -> None:
+    (folder / "centred.py").write_text(CENTRED)
+    (folder / "centred.toml").write_text(
+        '[model]\nbuild = "centred:Centred"\n[data]\nbuild = "centred:Data"\n'
+        '[train]\nbatch = 4\nsteps = 40\nloss = "weft.losses:mse"\n'
+    )
+    result = weft_("verify", "centred.toml", "--layout", "dp2", "--layout", "dp1", "--deep")
+    assert result.exit_code == 1, result.output
+    assert "dp2: REFUSED" in result.stdout and "dp2, as weft train" not in result.stdout
+    assert "dp1, as weft train runs it: equal" in result.stdout
+    assert "what this run does" in result.stdout
+
+
+def test_verify_says_that_no_ranks_exchange_by_a_codec() -> None:
+    codec = ("--set", "sync.codec=int8")
+    result = weft_("verify", "small.toml", "--layout", "tp2", *codec)
+    assert result.exit_code == 0, result.output
+    told = "not checked  [sync] allreduce, int8: no verified layout has ranks that exchange by it"
+    assert told in result.stdout
+    both = weft_("verify", "small.toml", "--layout", "tp2", "--layout", "dp2", *codec)
+    assert "checked      [sync] allreduce, int8: by its own definition" in both.stdout
+
+
 def test_verify_deep_trains_a_layout_that_updates_late() -> None:
     result = weft_("verify", "small.toml", "--layout", LATE, "--deep")
     assert result.exit_code == 0, result.output

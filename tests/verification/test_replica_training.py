@@ -21,6 +21,9 @@ FP64 = PrecisionConfig(compute="fp64")
 SYNCS = {
     "local_sgd": 'name = "local_sgd"\nperiod = 50\n',
     "streaming": 'name = "diloco"\nperiod = 5\nfragments = 2\ndelay = 2\n',
+    "long": (
+        'name = "diloco"\nperiod = 10\nmomentum = 0.8\ncodec = { name = "topk", density = 0.25 }\n'
+    ),
 }
 
 
@@ -79,6 +82,42 @@ MUTANTS: dict[str, tuple[str, str, str, str]] = {
         "if step is None:",
     ),
 }
+
+
+OF_LONG_PERIODS = {
+    "outer momentum not loaded": (
+        STEPS,
+        "LocalStepReplicas.shards",
+        "if saved is None or full in saved:",
+        'if saved is None or (full in saved and what != "momentum"):',
+    ),
+    "what a codec keeps, not loaded": (
+        "weft.engine.checkpoint_state",
+        "CheckpointState.tensors",
+        "if saved is None or name in saved:",
+        "if not saved:",
+    ),
+    "another momentum than the run's": (
+        "weft.sync.diloco",
+        "diloco",
+        "lr, momentum, True",
+        "lr, 0.5, True",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_LONG_PERIODS)
+def test_a_fault_of_long_periods_is_seen(
+    defined: dict[str, TrainingDefinition], tmp_path: Path, name: str
+) -> None:
+    """A run is resumed after an exchange."""
+    with mutated(Mutant(*OF_LONG_PERIODS[name])):
+        found = defined["long"]
+        if "run's" in name:  # the definition has it of the plan, too
+            run = load(tmp_path, SYNCS["long"])
+            (found,) = define_training(*deep_case(run), "dp2")
+        proofs = training_proofs(found, "dp2", tmp_path)
+    assert [proof.shown for proof in proofs if not proof.equal]
 
 
 @pytest.mark.grid(2, ci=4)

@@ -152,6 +152,27 @@ MUTANTS: dict[str, tuple[str, str, str, str, str]] = {
         "step - 1 + self.passed",
         "step - self.first + self.passed",
     ),
+    "warm-up that ends early, beyond the short run": (
+        "dp2",
+        "weft.train.lr_schedule",
+        "lr_factor",
+        "risen = (step + 1) / warmup",
+        "risen = min(step + 1, 30) / warmup",
+    ),
+    "samples that are taken back, not in the checkpoint": (
+        "dp2",
+        LOOP,
+        "TrainLoop._save",
+        "LEFT_OUT: self.passed",
+        "LEFT_OUT: 0",
+    ),
+    "samples that are taken back, not read from it": (
+        "dp2",
+        "weft.train.trainer",
+        "_train",
+        "passed=left_out,",
+        "passed=0,",
+    ),
     "optimizer state not loaded": (
         "fsdp2",
         f"{FILES}.engine_files",
@@ -170,6 +191,7 @@ MUTANTS: dict[str, tuple[str, str, str, str, str]] = {
 
 
 OF_ROLLBACK = {"losses forgotten by a checkpoint", "samples that are taken back come again"}
+OF_ROLLBACK |= {name for name in MUTANTS if "samples that are taken back," in name}
 
 
 @pytest.mark.grid(2, ci=4)
@@ -197,6 +219,28 @@ def test_all_of_it_happens(defined: list[TrainingDefinition], tmp_path: Path, la
     with_skip, with_rollback = (each.trajectory.happened for each in defined)
     assert with_skip == {"clip", "skip"}
     assert with_rollback == {"clip", "rollback"}
+
+
+class Few(Padded):
+    """Validation samples of three batches, drawn as torch draws by default."""
+
+    def __init__(self, split: str = "train"):
+        super().__init__(split)
+        if split == "val":
+            random = torch.Generator().manual_seed(9)
+            self.tokens = (torch.randn(13, 7, generator=random) * 8).long().abs() % 31
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def test_a_short_validation_is_one_pass(tmp_path: Path) -> None:
+    """Of data that torch draws, which are others in float64."""
+    path = tmp_path / "run.toml"
+    path.write_text(TRAINED.replace(":Padded", ":Few").replace("batches = 3", "batches = 8"))
+    found, *_ = define_training(*deep_case(load_run(path)))
+    proofs = training_proofs(found, "dp2", tmp_path)
+    assert all(proof.equal for proof in proofs), proofs
 
 
 def test_tied_weights_are_one(tmp_path: Path) -> None:

@@ -124,11 +124,12 @@ def verify(
         )
         training = []
         if deep:
-            planned = [axes for axes in layouts if axes not in refused]
+            planned = [result.layout for result in report.results if result.refused is None]
             training = verify_deep(
                 run, planned, lambda found: None if as_json else say(f"{found.text()}\n")
             )
-        covered = coverage(written, count, verified, changed, training)
+        verified_layouts = [each.layout for each in report.results if each.refused is None]
+        covered = coverage(written, count, verified, changed, training, verified_layouts)
         report = replace(report, training=tuple(training), covered=tuple(covered))
         if not as_json:
             typer.echo(f"{coverage_text(covered)}\n")

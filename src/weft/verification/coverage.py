@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.core import OFF, PrecisionConfig, RunConfig, SyncConfig, text_table, translate
+from weft.core import (
+    OFF,
+    REPLICA_AXIS,
+    Layout,
+    PrecisionConfig,
+    RunConfig,
+    SyncConfig,
+    text_table,
+    translate,
+)
+from weft.parallel import STATE_AXES
 
 from .difference import BOUNDS
 from .training_check import TrainingResult, rate_text
@@ -28,6 +38,7 @@ def coverage(
     precision: PrecisionConfig,
     changed: str,
     trained: Sequence[TrainingResult] = (),
+    layouts: Sequence[str] | None = None,
 ) -> list[Covered]:
     """What verify checks of a run.
 
@@ -37,6 +48,7 @@ def coverage(
         precision: that they were compared in.
         changed: how [sync] differs; "" if it does not.
         trained: of training, if that was compared, too.
+        layouts: that were verified; None: that of the run.
     """
     t, dtype = run.train, BOUNDS[_name(precision)].precision
     rows = [
@@ -54,7 +66,10 @@ def coverage(
         rows.append(Covered(NOT, "calls between the driver and its workers"))
     else:
         rows.append(Covered(CHECKED, collectives))
-    deep, sync, exact = CHECKED if trained else DEEP, run.sync, exact_sync(run.sync)
+    deep, sync = CHECKED if trained else DEEP, run.sync
+    if not any(map(_has_replicas, layouts or [str(run.layout.axes)])):
+        sync = SyncConfig()
+    exact = exact_sync(sync)
     if exact.name != sync.name:
         rows.append(Covered(NOT, "messages between replicas that step independently"))
     happened = {what for result in trained for what in result.happened}
@@ -66,6 +81,8 @@ def coverage(
     ):
         if getattr(t, key) is not None:
             rows.append(Covered(NOT if trained and key not in happened else deep, what))
+    if t.rollback is not None and t.log_every > 1:
+        rows.append(Covered(NOT, "train.rollback with train.log_every above 1"))
     if t.ema is not None:
         rows.append(Covered(deep, "averages of weights: train.ema"))
     if t.eval_every:
@@ -94,6 +111,9 @@ def coverage(
         rows.append(Covered(NOT, f"rounding in {name}, which the run computes in{how}"))
     if changed:
         rows.append(Covered(NOT, changed))
+    elif run.sync != sync:
+        by = f"[sync] {run.sync.name}, {run.sync.codec}"
+        rows.append(Covered(NOT, f"{by}: no verified layout has ranks that exchange by it"))
     elif sync != exact:
         by = f"[sync] {sync.name}, {sync.codec}"
         rows.append(Covered(CHECKED, f"{by}: by its own definition"))
@@ -102,6 +122,11 @@ def coverage(
         if getattr(t, key):
             rows.append(Covered(NOT, f"train.{key}, which needs GPUs"))
     return [*rows, Covered(NOT, "speed and memory")]
+
+
+def _has_replicas(layout: str) -> bool:
+    """Whether ranks exchange gradients or weights by [sync]: data ranks, sharded or not."""
+    return Layout.parse(layout).size(REPLICA_AXIS, *STATE_AXES) > 1
 
 
 def _training_with_codec(

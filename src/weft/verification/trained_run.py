@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from weft.checkpoint import CHECKPOINTS, CheckpointReader, checkpoint_path, read_index
-from weft.core import DRIVER, METRICS, RunConfig, WorkerDied
+from weft.core import DRIVER, METRICS, Refusal, RunConfig, WorkerDied
 from weft.engine import AsyncServerReplicas, Float64Mode, Remote, UpdateOrder
 from weft.launch import run_replicas, run_workers
 from weft.train import build_sync, replica_ranks, train
@@ -36,10 +36,12 @@ class TrainedRun:
     orders: list[UpdateOrder]
 
 
-def train_in(run: RunConfig, folder: Path, begin: Path | None = None) -> TrainedRun | str:
-    """Train in `folder`; from the first checkpoint of the run in `begin`, if it is given. What went
-    wrong, in its place."""
-    step = run.checkpoint.every
+def train_in(
+    run: RunConfig, folder: Path, begin: Path | None = None, step: int | None = None
+) -> TrainedRun | str:
+    """Train in `folder`; from the checkpoint of this step of the run in `begin`, if that is given.
+    Default: its first one. What went wrong, in its place."""
+    step = step or run.checkpoint.every
     if begin is not None:
         # the first replica's is the run's; where they are apart, each other one has its own, unless
         # servers have the weights
@@ -54,6 +56,8 @@ def train_in(run: RunConfig, folder: Path, begin: Path | None = None) -> Trained
         orders = _run_ranks(
             run, _quietly, run.model_copy(update={"output": str(folder)}), bool(begin)
         )
+    except Refusal as error:
+        return f"is refused: {error}"
     except WorkerDied as error:
         return f"does not run: {error.report.strip().splitlines()[-1]} (rank {error.rank})"
     lines: dict[int, dict[str, float]] = {}

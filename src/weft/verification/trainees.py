@@ -112,7 +112,8 @@ def lossy_ranks(plan: Plan) -> int:
         return coding_ranks(plan)
     if is_served(plan) and plan.sync is not None and plan.sync.codec.name != "identity":
         return 2
-    return plan.layout.replica_count if codes_weights(plan) else 0
+    count = plan.layout.replica_count
+    return count if codes_weights(plan) and count > 1 else 0
 
 
 def check_codec(case: Case, plan: Plan) -> None:

@@ -72,7 +72,7 @@ def check_deep(layout: str, plan: Plan) -> None:
 def verify_training(
     run: RunConfig,
     case: Case,
-    validation: Callable[[int], Batch],
+    validation: Callable[[int], Sequence[Batch]],
     metrics: Mapping[str, Loss],
     layouts: Sequence[str],
     done: Callable[[TrainingResult], None],
@@ -83,7 +83,7 @@ def verify_training(
     Args:
         run: the run, in float64.
         case: its model, samples, loss, optimizer.
-        validation: the whole batch of this number of a validation.
+        validation: the whole batches of a validation of at most so many.
         metrics: that it measures beside the loss, by name.
         layouts: the layouts.
         done: gets each result when it is there.
@@ -161,7 +161,7 @@ def training_proofs(defined: TrainingDefinition, layout: str, folder: Path) -> l
         note = IN_ORDER
         away = defined.runs_in_order(whole.orders, None)
     proofs = [defined_proof(f"{run.train.steps} steps", whole, wanted, 0, note, away)]
-    proofs += _exercised(run, wanted)
+    proofs += _exercised(run, wanted, defined.full)
     if defined.replicas > 1:
         options = ", ".join(f"{key} {value}" for key, value in run.sync.arguments.items())
         what = f"{defined.replicas}, by {run.sync.name}{f', {options}' if options else ''}"
@@ -179,6 +179,7 @@ def training_proofs(defined: TrainingDefinition, layout: str, folder: Path) -> l
         resumed = f"resumed at {defined.step}"
         if defined.in_order is None:
             proofs.append(same_proof(resumed, again, whole, defined.step))
+            proofs += _resumed_after_going_back(defined, run, whole, folder)
         else:  # another order
             away = None
             if isinstance(again, TrainedRun):
@@ -186,6 +187,17 @@ def training_proofs(defined: TrainingDefinition, layout: str, folder: Path) -> l
                 away = defined.runs_in_order(again.orders, saved)
             proofs.append(defined_proof(resumed, again, wanted, defined.step, IN_ORDER, away))
     return proofs
+
+
+def _resumed_after_going_back(
+    defined: TrainingDefinition, run: RunConfig, whole: TrainedRun, folder: Path
+) -> list[Proof]:
+    """That a run goes on from the first checkpoint after it has gone back, if it has one."""
+    step = defined.trajectory.back_at + defined.step
+    if not defined.trajectory.taken_back or step >= run.train.steps:
+        return []
+    again = train_in(run, folder / "after", folder / "whole", step)
+    return [same_proof(f"resumed at {step}", again, whole, step)]
 
 
 def other_layout_proofs(
@@ -256,12 +268,12 @@ def _resumed(
     return found
 
 
-def _exercised(run: RunConfig, wanted: Trajectory) -> list[Proof]:
-    """What happened in the steps."""
+def _exercised(run: RunConfig, wanted: Trajectory, full: RunConfig) -> list[Proof]:
+    """What happened in the steps. `full`: whose learning rates are to be those of its schedule."""
     t, found = run.train, list[Proof]()
     happened = {name: name if name in wanted.happened else "" for name in HAPPENS}
-    faults = rate_faults(run)
-    shown = "; ".join(faults) or rate_text(run)
+    faults = rate_faults(full)
+    shown = "; ".join(faults) or rate_text(full)
     found.append(Proof("learning rate", shown, not faults))
     shown = "; ".join(wanted.broken) or "of masks, random numbers and who takes which samples"
     found.append(Proof("laws", shown, not wanted.broken))

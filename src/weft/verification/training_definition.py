@@ -14,6 +14,7 @@ from torch import nn
 from weft.core import (
     REPLICA_AXIS,
     Layout,
+    LocalSteps,
     Plan,
     Refusal,
     RunConfig,
@@ -22,7 +23,7 @@ from weft.core import (
 from weft.engine import Float64Mode, Loss, UpdateOrder
 from weft.launch import run_workers
 from weft.sync import make_sync
-from weft.train import build_lr_factor
+from weft.train import build_lr_factor, build_sync
 
 from .case import Batch, Case, to_float64
 from .codec_definitions import describe_codec
@@ -45,9 +46,10 @@ WHOLE, ONWARD, BACK = "whole", "onward", "back"
 
 @dataclass(frozen=True)
 class TrainingDefinition:
-    """A short run, and what one device does in it."""
+    """A short run, the run that it is short for, and what one device does in it."""
 
     run: RunConfig
+    full: RunConfig
     trajectory: Trajectory
     # what one device does where this layout's first checkpoint goes on on one device, or one for
     # each replica, and where this layout goes on from such a one: codecs begin anew there, and
@@ -130,7 +132,7 @@ class DefinitionInOrder:
 def define_training(
     run: RunConfig,
     case: Case,
-    validation: Callable[[int], Batch],
+    validation: Callable[[int], Sequence[Batch]],
     metrics: Mapping[str, Loss],
     layout: str = "dp1",
     uncoded: str = "",
@@ -146,12 +148,12 @@ def define_training(
     builds = case.build, case.build_plain or case.build
     build, build_plain = (partial(_drawn_in_float64, each) for each in builds)
     exact = replace(case, build=build, build_plain=build_plain)
-    batches = [to_float64(validation(n)) for n in range(short.train.eval_batches)]
+    batches = [to_float64(batch) for batch in validation(short.train.eval_batches)]
     given = exact, short, batches, metrics, layout
     found: list[TrainingDefinition] | Refusal = run_workers(_train_by_definition, 1, *given)[0]
     if isinstance(found, Refusal):
         return define_training(run, case, validation, metrics, layout, found.problem)
-    found = [replace(each, uncoded=uncoded) for each in found]
+    found = [replace(each, full=run, uncoded=uncoded) for each in found]
     with torch.random.fork_rng([]):
         plan = exact.lay(exact.model(), layout)
     if not is_served(plan):
@@ -194,10 +196,18 @@ def short_run(run: RunConfig) -> RunConfig:
         "log_every": 1,
         "sample_tokens": 0,
     }
-    every = random.Random(t.seed).randint(3, 9)
-    save = {"every": every, "keep": steps, "keep_every": 0, "restarts": 0}
+    save = {"every": _saved_every(run), "keep": steps, "keep_every": 0, "restarts": 0}
     update = {"train": t.model_copy(update=train)}
     return run.model_copy(update={**update, "checkpoint": run.checkpoint.model_copy(update=save)})
+
+
+def _saved_every(run: RunConfig) -> int:
+    """Steps between checkpoints. Where replicas exchange weights the first one comes after an
+    exchange, and while another one is under way."""
+    sync = build_sync(run)
+    if not isinstance(sync, LocalSteps):
+        return random.Random(run.train.seed).randint(3, 9)
+    return 2 * sync.period + sync.delay // 2 if sync.delay > 1 else sync.period + sync.delay + 1
 
 
 def defined_rates(run: RunConfig) -> Callable[[int], float]:
@@ -304,7 +314,7 @@ def _train_by_definition(
             its = run.model_copy(update={"train": rules})
             onward, back = (device.resumed(part, rules, whole) for part in (ONWARD, BACK))
             told = count, codec, _delays(plan)
-            found.append(TrainingDefinition(its, whole, onward, back, *told))
+            found.append(TrainingDefinition(its, run, whole, onward, back, *told))
     except Refusal as error:
         if not codec:
             raise

@@ -8,6 +8,8 @@ from weft.sync import make_sync
 from .difference import BOUNDS
 from .replica_reference import shortened
 
+CODEC_WARMUP = 8  # steps, at most, of a short run
+
 
 def on_cpus(run: RunConfig) -> RunConfig:
     """The run without what GPUs alone do: verify computes on CPUs."""
@@ -38,8 +40,11 @@ def exact_sync(sync: SyncConfig) -> SyncConfig:
 
 
 def deep_sync(sync: SyncConfig) -> SyncConfig:
-    """The synchroniser that `--deep` trains with: the run's; where replicas exchange weights, with
-    a period that a short run has twice."""
+    """The synchroniser that `--deep` trains with: the run's, with a warm-up of its codec that a
+    short run ends; where replicas exchange weights, with a period that it has twice."""
+    codec = sync.codec
+    if isinstance(codec, dict) and codec.get("warmup", 0) > CODEC_WARMUP:
+        sync = sync.model_copy(update={"codec": {**codec, "warmup": CODEC_WARMUP}})
     made = make_sync(sync.name, sync.codec, **sync.arguments)
     if not isinstance(made, LocalSteps):
         return sync

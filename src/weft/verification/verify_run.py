@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from weft.core import OFF, Plan, Refusal, RunConfig, emulate_float8
-from weft.engine import Loss, OptimizerFactory
+from weft.engine import Float64Mode, Loss, OptimizerFactory
 from weft.train import (
     AnyLoader,
     Dataset,
@@ -24,6 +24,7 @@ from weft.train import (
     build_model,
     build_optimizer,
     build_plan,
+    build_sync,
     make_loader,
     on_own_layout,
     resolve_callable,
@@ -35,6 +36,7 @@ from weft.train import (
 from .case import Batch, Case
 from .difference import SGD_LR
 from .layout_result import LayoutResult
+from .plain.given_options import option_faults
 from .plain.models import plain_model
 from .plain.parameter_groups import factory_faults
 from .plain.samples import (
@@ -89,12 +91,12 @@ def verify_deep(
 
 def deep_case(
     run: RunConfig,
-) -> tuple[RunConfig, Case, Callable[[int], Batch], Mapping[str, Loss]]:
-    """The run in float64, its Case, the whole batches of a validation by their number, and what it
-    measures."""
+) -> tuple[RunConfig, Case, Callable[[int], list[Batch]], Mapping[str, Loss]]:
+    """The run in float64, its Case, the whole batches of a validation of at most so many, and what
+    it measures."""
     table = verified_precision(run.precision, "fp64")
     exact = on_cpus(run).model_copy(update={"precision": table, "sync": deep_sync(run.sync)})
-    return exact, make_case(exact), _Batches(exact, "val").whole, build_eval_metrics(exact)
+    return exact, make_case(exact), _Batches(exact, "val").of_one_pass, build_eval_metrics(exact)
 
 
 def make_case(run: RunConfig) -> Case:
@@ -137,7 +139,25 @@ def _faults(run: RunConfig, batches: _Batches, made: OptimizerFactory) -> list[s
     table = run.optimizer
     own = {"no_decay": table.no_decay, "decay_min_dims": table.decay_min_dims}
     asked = {**own, "groups": table.groups, "arguments": table.arguments}
-    return [*batches.order_faults(), *factory_faults(made, table.name, asked)]
+    faults = [*batches.order_faults(), *factory_faults(made, table.name, asked)]
+    return [*faults, *_sync_faults(run)]
+
+
+def _sync_faults(run: RunConfig) -> list[str]:
+    """What a synchroniser and its codec do not have that [sync] asks for."""
+    sync, codec = build_sync(run), run.sync.codec
+    # bmuf's outer rate is the lr of the method; bytes of a bucket change no number
+    asked = {"lr" if key == "rate" else key: value for key, value in run.sync.arguments.items()}
+    asked = {"name": run.sync.name, **asked}
+    asked.pop("bucket_mb", None)
+    if "staleness" in asked and not sync.asynchronous:
+        asked.pop("staleness")  # 0: every step waits for all
+    elif asked.get("staleness") == "none":
+        asked["staleness"] = None
+    found = option_faults("[sync]", sync, asked)
+    return found + option_faults(
+        "[sync.codec]", sync.codec, codec if isinstance(codec, dict) else {"name": codec}
+    )
 
 
 def _plan(run: RunConfig, batches: _Batches, model: nn.Module, layout: str) -> Plan:
@@ -174,6 +194,15 @@ class _Batches:
         places = partial(shuffled_places, train.seed)
         items = streamed_batch_of(held.read, step, train.batch, self._buffer, places)
         return whole_batch_of([held.sample(item) for item in items], range(train.batch), collate)
+
+    def of_one_pass(self, most: int) -> list[Batch]:
+        """The whole batches of a pass, at most so many, drawn as a run in float64 draws them."""
+        if not most:
+            return []
+        with Float64Mode():
+            held, batch = self.held(), self.run.train.batch
+            count = sum(1 for _ in held.read(0)) if isinstance(held, Stream) else len(held)
+            return [self.whole(step) for step in range(min(most, count // batch))]
 
     @property
     def _buffer(self) -> int:

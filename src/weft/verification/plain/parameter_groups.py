@@ -11,6 +11,7 @@ from torch import nn
 
 from weft.engine import AdamW8bit, Lion, MuonWithAdamW, OptimizerFactory, Optimizers
 
+from .given_options import option_faults
 from .names import matches
 from .optimizers import PLAIN, AnyOptimizer
 
@@ -67,11 +68,7 @@ def factory_faults(made: OptimizerFactory, name: str | None, asked: Mapping[str,
         name: of one of torch's or weft's own; None: the user's.
         asked: all other keys.
     """
-    found = [
-        f"[optimizer] {key}: {getattr(made, key)}, where {value} is asked for"
-        for key, value in asked.items()
-        if _flat(getattr(made, key)) != _flat(value)
-    ]
+    found = option_faults("[optimizer]", made, asked)
     kinds = {kind.__name__.lower(): kind for kind in vars(torch.optim).values() if _is_one(kind)}
     kinds |= {"lion": Lion, "adamw8bit": AdamW8bit, "muon": MuonWithAdamW}
     if name is not None and made.kind is not kinds.get(name):
@@ -81,13 +78,6 @@ def factory_faults(made: OptimizerFactory, name: str | None, asked: Mapping[str,
 
 def _is_one(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
-
-
-def _flat(value: Any) -> Any:
-    """With lists, however deep, as tuples."""
-    if isinstance(value, Mapping):
-        return {key: _flat(one) for key, one in value.items()}
-    return tuple(map(_flat, value)) if isinstance(value, list | tuple) else value
 
 
 def leave_frozen(model: nn.Module, patterns: Sequence[str]) -> None:
