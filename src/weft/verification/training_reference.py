@@ -57,7 +57,7 @@ class Trajectory:
     loss_times: list[float] = field(default_factory=list)
     clipped: set[int] = field(default_factory=set)
     taken_back: int = 0  # times
-    back_at: int = 0  # the step after which the last of these went on
+    back_at: int = 0  # the step that the first of these went on from
     norms: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     final: dict[str, Tensor] = field(default_factory=dict)
@@ -68,7 +68,8 @@ class Trajectory:
 
     def go_back(self, step: int) -> None:
         """Forget the steps after this one."""
-        self.taken_back, self.back_at = self.taken_back + 1, step
+        self.back_at = self.back_at or step
+        self.taken_back += 1
         self.lines = {n: line for n, line in self.lines.items() if n <= step}
         self.validations = {n: value for n, value in self.validations.items() if n <= step}
         self.clipped = {n for n in self.clipped if n <= step}
