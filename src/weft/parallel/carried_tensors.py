@@ -75,7 +75,7 @@ class _Carried(TorchFunctionMode):
         self.take(tree_leaves((args, kwargs or {}), Tensor))
         made = func(*args, **(kwargs or {}))
         unit = next((name for name in reversed(self.inside) if name in self._units), None)
-        if unit is not None:
+        if unit is not None and torch.is_grad_enabled():  # off within a reentrant checkpoint
             for tensor in tree_leaves(made, Tensor):
                 self._made.setdefault(id(tensor), (tensor, unit))
         return made
