@@ -23,8 +23,10 @@ class DerivedTensors:
         for t in tensors_in(made):
             self._found.setdefault(id(t), (t, tuple(calls)))
 
-    def has(self, read: Iterable[Tensor]) -> bool:
-        return any(id(t) in self._found for t in read)
+    def follow(self, read: Iterable[Tensor], made: Any, calls: Iterable[int]) -> None:
+        """A function made these of those."""
+        if any(id(t) in self._found for t in read):
+            self.add(made, calls)
 
     def calls(self, read: Iterable[Tensor], returned: Collection[int]) -> set[int]:
         """The calls in which tensors that are read were made, but for those that a call has

@@ -293,8 +293,7 @@ class _ForwardTracer(TorchFunctionMode):
         reads = [t for t in read if self._is_tracked(t)]
         if not reads and func not in RANDOM_FUNCTIONS:
             out = self._light(func, args, kwargs)
-            if self.derived.has(read):
-                self.derived.add(out, self.open)
+            self.derived.follow(read, out, self.open)
             return out
         index, first, flops = (
             self._begin(function_name(func), False),
