@@ -114,9 +114,46 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.5)
 
 
+class ByHand(nn.Module):
+    """Attention that its code writes out: it is taken for one over a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor, to: Tensor) -> Tensor:
+        q, (k, v) = self.q(x), self.kv(to).chunk(2, dim=-1)
+        scores = torch.einsum("bid,bjd->bij", q, k) * WIDTH**-0.5
+        return x + torch.einsum("bij,bjd->bid", scores.softmax(-1), v)
+
+
+class Resampled(nn.Module):
+    """Learned latents look at an image by attention that is written out (Flamingo), and text looks
+    at them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.patch = nn.Embedding(VOCAB, WIDTH), nn.Linear(12, WIDTH)
+        self.latents = nn.Parameter(torch.randn(3, WIDTH))
+        self.resampler = nn.ModuleList(ByHand() for _ in range(2))
+        self.crossing, self.block = ByHand(), Attention(True, 0.0)
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, input_ids: Tensor, picture: Tensor) -> Tensor:
+        latents, image = self.latents.expand(len(picture), -1, -1), self.patch(picture)
+        for layer in self.resampler:
+            latents = layer(latents, torch.cat((image, latents), 1))
+        x = self.crossing(self.tokens(input_ids), latents)
+        return self.head(self.block(x, x))
+
+
+RESAMPLED = "resampled"
+
+
 def losses(put: str, patches: int, dropout: float, layout: str) -> list[float]:
     torch.manual_seed(0)
-    model = Net(PUTS[put], patches, dropout).double()
+    model = Resampled() if put == RESAMPLED else Net(PUTS[put], patches, dropout)
+    model = model.double()
     plan = weft.plan(
         model,
         layout,
@@ -239,4 +276,13 @@ def test_it_equals_one_device(
     alone = pool.run(losses, put, patches, dropout, "dp1", world=1)[0]
     world = weft.Layout.parse(layout).world
     found = pool.run(losses, put, patches, dropout, layout, world=world)[0]
+    assert found == pytest.approx(alone, rel=1e-9)
+
+
+@pytest.mark.parametrize("layout", ["cp2", "fsdp2.cp2"])
+def test_an_attention_that_is_written_out_over_an_image(pool: Pool, layout: str) -> None:
+    """It needs no whole sequence where no position enters it."""
+    alone = pool.run(losses, RESAMPLED, 5, 0.0, "dp1", world=1)[0]
+    world = weft.Layout.parse(layout).world
+    found = pool.run(losses, RESAMPLED, 5, 0.0, layout, world=world)[0]
     assert found == pytest.approx(alone, rel=1e-9)

@@ -94,6 +94,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("transformer-xl", "pp2"): "the model has only 0 modules",
     ("task-hyper", "pp2"): "is another stage.s, and .* does not run without it",
     ("swish", "pp2"): "made by something that is no PyTorch function",
+    ("packed", "pp2"): r"packed = pack_padded_sequence.* and was int64",
     **{
         ("scripted", at): "is compiled by torch.jit, so weft can neither add hooks"
         for at in LAYOUTS
