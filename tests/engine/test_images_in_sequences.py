@@ -140,14 +140,14 @@ class Resampled(nn.Module):
         super().__init__()
         self.tokens, self.patch = nn.Embedding(VOCAB, WIDTH), nn.Linear(12, WIDTH)
         self.latents = nn.Parameter(torch.randn(3, WIDTH))
-        self.resampler = nn.ModuleList(CrossAttention() for _ in range(2))
+        self.resampler = nn.ModuleList(nn.ModuleDict({"attn": CrossAttention()}) for _ in range(2))
         self.crossing, self.block = Attention(False, 0.0), Attention(True, 0.0)
         self.head = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, input_ids: Tensor, picture: Tensor) -> Tensor:
         latents, image = self.latents.expand(len(picture), -1, -1), self.patch(picture)
         for layer in self.resampler:
-            latents = layer(latents, torch.cat((image, latents), 1))
+            latents = layer["attn"](latents, torch.cat((image, latents), 1))
         x = self.crossing(self.tokens(input_ids), latents)
         return self.head(self.block(x, x))
 
