@@ -114,6 +114,44 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.5)
 
 
+class CrossAttention(nn.Module):
+    """Attention that its code writes out: it is taken for one over a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 4
+        self.to_q, self.to_kv = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.to_out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, to: Tensor) -> Tensor:
+        q, k, v = (
+            y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for y in (self.to_q(x), *self.to_kv(to).chunk(2, dim=-1))
+        )
+        weights = torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1)
+        return x + self.to_out((weights @ v).transpose(1, 2).flatten(2))
+
+
+class Resampled(nn.Module):
+    """Learned latents look at an image by attention that is written out (Flamingo), and text looks
+    at them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.patch = nn.Embedding(VOCAB, WIDTH), nn.Linear(12, WIDTH)
+        self.latents = nn.Parameter(torch.randn(3, WIDTH))
+        self.resampler = nn.ModuleList(nn.ModuleDict({"attn": CrossAttention()}) for _ in range(2))
+        self.crossing, self.block = Attention(False, 0.0), Attention(True, 0.0)
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, input_ids: Tensor, picture: Tensor) -> Tensor:
+        latents, image = self.latents.expand(len(picture), -1, -1), self.patch(picture)
+        for layer in self.resampler:
+            latents = layer["attn"](latents, torch.cat((image, latents), 1))
+        x = self.crossing(self.tokens(input_ids), latents)
+        return self.head(self.block(x, x))
+
+
 def losses(put: str, patches: int, dropout: float, layout: str) -> list[float]:
     torch.manual_seed(0)
     model = Net(PUTS[put], patches, dropout).double()
@@ -240,3 +278,10 @@ def test_it_equals_one_device(
     world = weft.Layout.parse(layout).world
     found = pool.run(losses, put, patches, dropout, layout, world=world)[0]
     assert found == pytest.approx(alone, rel=1e-9)
+
+
+@pytest.mark.parametrize("layout", ["cp2", "fsdp2.cp2"])
+def test_an_attention_that_is_written_out_over_an_image(layout: str) -> None:
+    """It needs no whole sequence where no position enters it."""
+    report = weft.verify(Resampled, layout, batch_of(0, 4), loss=next_token)
+    assert report.passed, report.text()

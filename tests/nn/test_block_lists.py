@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from weft.nn import block_lists, callable_blocks
 
@@ -18,6 +19,17 @@ class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x))
+
+
+class Holder(nn.Module):
+    """No forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair, self.scale = Pair(), nn.Parameter(torch.ones(2))
 
 
 class Activations(nn.Module):
@@ -68,13 +80,15 @@ def test_lists_of_blocks(name: str) -> None:
 
 
 def test_what_a_forward_can_call() -> None:
-    """In the place of a ModuleDict or ModuleList, however deep, what it holds."""
-    model = holding(layers=nn.ModuleList([block(), block(deep=False)]), last=Pair())
-    assert callable_blocks(model, ["layers.0", "layers.1", "last"]) == (
+    """In the place of a module that has no forward, however deep, what it holds."""
+    layers = nn.ModuleList([block(), block(deep=False)])
+    model = holding(layers=layers, last=Pair(), held=Holder())
+    assert callable_blocks(model, ["layers.0", "layers.1", "last", "held"]) == (
         "layers.0.inner.0",
         "layers.0.inner.1",
         "layers.0.out",
         "layers.1.inner",
         "layers.1.out",
         "last",
+        "held.pair",
     )

@@ -1,5 +1,5 @@
-"""Nets that take their batch apart: patches and edges of all samples in one dim, weights that are
-made for each sample."""
+"""Nets that take their batch apart: patches, edges and words of all samples in one dim, weights
+that are made for each sample."""
 
 # as their authors write them: without annotations, with one-letter names
 from __future__ import annotations
@@ -7,9 +7,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tests.cases import BATCH, VOCAB, FusedBlock, Subject, tokens
-from weft.nn.losses import mse, next_token
+from tests.cases import BATCH, LENGTH, VOCAB, FusedBlock, Subject, tokens
+from weft.nn.losses import classification, mse, next_token
 
 
 class MegaByte(nn.Module):
@@ -56,6 +57,27 @@ class MPNN(nn.Module):
         return self.out(h.sum(1))
 
 
+class Packed(nn.Module):
+    """A recurrence over packed words, which attention pools."""
+
+    def __init__(self, d=12):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, d, padding_idx=0)
+        self.lstm = nn.LSTM(d, d, num_layers=2, bidirectional=True, batch_first=True)
+        self.attention, self.fc = nn.Linear(2 * d, 1), nn.Linear(4 * d, 5)
+
+    def forward(self, text, lengths):
+        packed = pack_padded_sequence(
+            self.embedding(text), lengths.cpu(), batch_first=True, enforce_sorted=False
+        )
+        output, (hidden, _) = self.lstm(packed)
+        output, lengths = pad_packed_sequence(output, batch_first=True)
+        mask = torch.arange(output.size(1))[None, :] < lengths[:, None]
+        weights = self.attention(output).squeeze(2).masked_fill(~mask, -1e10).softmax(1)
+        context = torch.bmm(weights.unsqueeze(1), output).squeeze(1)
+        return self.fc(torch.cat((context, hidden[-2], hidden[-1]), dim=1))
+
+
 class PerSample(nn.Module):
     def forward(self, x, w, b):
         return torch.vmap(F.linear)(x, w, b)
@@ -87,6 +109,13 @@ def molecules(n=6, e=9):
     }
 
 
+def texts():
+    lengths = torch.randint(3, LENGTH + 1, (BATCH,))
+    text = torch.randint(1, VOCAB, (BATCH, LENGTH))
+    text[torch.arange(LENGTH)[None] >= lengths[:, None]] = 0
+    return {"text": text, "lengths": lengths, "label": torch.randint(5, (BATCH,))}
+
+
 def tasks():
     x, task = torch.randn(BATCH, 8), torch.randint(0, 3, (BATCH,))
     return {"x": x, "task": task, "target": torch.randn(BATCH, 4)}
@@ -103,6 +132,10 @@ def apart():
 EDGES = {
     "megabyte": Subject(MegaByte, tokens, next_token),
     "mpnn": Subject(MPNN, molecules, mse),
+    "packed": Subject(Packed, texts, classification),
+    "packed-dynamic": Subject(
+        Packed, texts, classification, (("accumulate", 2), ("dynamic_shapes", True))
+    ),
     "task-hyper": Subject(within, tasks, mse),
     "task-hyper-apart": Subject(apart, tasks, mse),
 }

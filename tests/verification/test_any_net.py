@@ -13,6 +13,7 @@ from tests.verification.nets import NETS as FIRST
 from tests.verification.nets_of_architectures import ARCHITECTURES
 from tests.verification.nets_of_edges import EDGES
 from tests.verification.nets_of_families import FAMILIES
+from tests.verification.nets_of_layers_in_parts import LAYERS_IN_PARTS
 from tests.verification.nets_of_papers import PAPERS
 from tests.verification.nets_of_repositories import REPOSITORIES
 from tests.verification.nets_of_the_web import WEB
@@ -22,6 +23,7 @@ from weft.core.errors import Refusal
 from weft.verification.compare import check_layout
 
 NETS = FIRST | PAPERS | QUIRKS | FAMILIES | TUTORIALS | REPOSITORIES | ARCHITECTURES | EDGES | WEB
+NETS |= LAYERS_IN_PARTS
 LAYOUTS = ("dp2", "fsdp2", "tp2", "pp2", "dp2.tp2")
 TP = ("tp2", "dp2.tp2")
 SAMPLES = ("dp2", "fsdp2", "dp2.tp2")  # ranks have other samples
@@ -92,10 +94,12 @@ REFUSED: dict[tuple[str, str], str] = {
     ("transformer-xl", "pp2"): "the model has only 0 modules",
     ("task-hyper", "pp2"): "is another stage.s, and .* does not run without it",
     ("swish", "pp2"): "made by something that is no PyTorch function",
+    ("packed", "pp2"): r"packed = pack_padded_sequence.* and was int64",
     **{
         ("scripted", at): "is compiled by torch.jit, so weft can neither add hooks"
         for at in LAYOUTS
     },
+    **{("sparse-graph", at): "is a sparse tensor" for at in LAYOUTS},
     **{("takes-dict", at): "is called with batch, and a sample holds x, target" for at in LAYOUTS},
 }
 

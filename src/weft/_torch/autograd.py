@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
+from torch.overrides import TorchFunctionMode
 
 
 def in_backward() -> bool:
@@ -25,14 +27,64 @@ def forwards_of_functions() -> dict[CodeType, str]:
     only before torch 2.14.
     """
     found: dict[CodeType, str] = {}
-    classes: list[type] = [torch.autograd.Function]
+    for cls in _functions():
+        code = getattr(cls.forward, "__code__", None)  # type: ignore[attr-defined]
+        if code is not None:
+            found.setdefault(code, cls.__name__)  # a class before those that inherit it
+    return found
+
+
+def _functions() -> Iterator[type]:
+    """Every autograd function that is defined, a class before those that inherit it."""
+    classes: list[type] = torch.autograd.Function.__subclasses__()
     while classes:
         cls = classes.pop()
         classes += cls.__subclasses__()
-        code = getattr(cls.forward, "__code__", None)  # type: ignore[attr-defined]
-        if code is not None and cls is not torch.autograd.Function:
-            found.setdefault(code, cls.__name__)  # a class before those that inherit it
-    return found
+        yield cls
+
+
+@contextmanager
+def watch_backward() -> Iterator[list[str]]:
+    """Inside of this context: the autograd functions that are neither torch's nor weft's and run,
+    by name, and the hooks that are given to the gradients of tensors.
+
+    Their forwards are replaced, and not `apply`, which a module may have looked up before.
+    """
+    found: list[str] = []
+    before = {cls: vars(cls)["forward"] for cls in _functions() if _is_of_others(cls)}
+
+    def watched(name: str, forward: Callable) -> Callable:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            found.append(name)
+            return forward(*args, **kwargs)
+
+        return run
+
+    for cls in before:
+        cls.forward = staticmethod(watched(cls.__name__, cls.forward))  # type: ignore[attr-defined]
+    try:
+        with _HookWatch(found):
+            yield found
+    finally:
+        for cls, forward in before.items():
+            cls.forward = forward  # type: ignore[attr-defined]
+
+
+def _is_of_others(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] not in ("torch", "weft") and "forward" in vars(cls)
+
+
+class _HookWatch(TorchFunctionMode):
+    def __init__(self, found: list[str]):
+        super().__init__()
+        self._found = found
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func is Tensor.register_hook:
+            self._found.append("register_hook")
+        return func(*args, **(kwargs or {}))
 
 
 def in_checkpoint() -> bool:

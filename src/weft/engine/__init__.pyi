@@ -9,6 +9,7 @@ from .compile_blocks import (
 )
 from .context_parallel.transformers_interfaces import eager_attention_by as eager_attention_by
 from .context_parallel.whole_marks import whole_of as whole_of
+from .draw_watch import draws_seeded as draws_seeded
 from .engine import Engine as Engine
 from .eval_metrics import check_metrics as check_metrics
 from .float8_device import check_float8 as check_float8
@@ -36,9 +37,11 @@ from .optimizers import (
     elementwise as elementwise,
     whole_tensors as whole_tensors,
 )
+from .own_gradients import find_own_gradient as find_own_gradient
 from .pipeline.runner import Span as Span
 from .pipeline.stage_compute import Loss as Loss
 from .protocol import StepResult as StepResult, TrainingEngine as TrainingEngine
+from .random_projection import RandomProjection as RandomProjection
 from .replica_sync.async_parameter_server import UpdateOrder as UpdateOrder
 from .replica_sync.async_servers import AsyncServerReplicas as AsyncServerReplicas
 from .replica_sync.membership import (
@@ -50,6 +53,8 @@ from .replica_sync.outer_optimizer import message_params as message_params
 from .rpc.calls import ModuleCalls as ModuleCalls
 from .rpc.remote_engine import Remote as Remote, check_worker_plan as check_worker_plan
 from .setup import check_offload_device as check_offload_device, own_device as own_device
+from .trial_functions import TrialFunctions as TrialFunctions
+from .trial_run import first_tensor as first_tensor
 from .weight_average import (
     WeightAverage as WeightAverage,
     averaged_name as averaged_name,

@@ -17,6 +17,7 @@ from weft.core import DTYPES, LocalShard, Plan, broadcast_value
 from weft.nn import find_experts, model_arguments
 from weft.parallel import Mesh, parallelize
 
+from .backward_trial import BackwardTrial
 from .context_parallel.sequence import ContextParallel
 from .gathered_model import copy_without_weights
 from .microbatch import Batch
@@ -116,10 +117,16 @@ class Trials:
     Args:
         sharding: compares the whole with the sharded model; None: nothing is cut.
         samples: compares samples alone with the same in a batch; None: no layout parts them.
+        backward: compares gradients of two gradients of the output.
     """
 
-    def __init__(self, sharding: ShardingTrial | None, samples: SampleTrial | None):
-        self._sharding, self._samples = sharding, samples
+    def __init__(
+        self,
+        sharding: ShardingTrial | None,
+        samples: SampleTrial | None,
+        backward: BackwardTrial | None,
+    ):
+        self._sharding, self._samples, self._backward = sharding, samples, backward
 
     @classmethod
     def of(
@@ -141,11 +148,12 @@ class Trials:
             sample: a batch of a sample or two; None: trials take the first batch.
             loss: as the user gave it.
         """
-        samples = None
-        if plan.data_size > 1 or plan.accumulate > 1:
-            with suppress(Exception):  # a model that cannot be copied is trained untried
+        samples = backward = None
+        with suppress(Exception):  # a model that cannot be copied is trained untried
+            backward = BackwardTrial(model, plan, mesh, sequence)
+            if plan.data_size > 1 or plan.accumulate > 1:
                 samples = SampleTrial(model, plan, mesh, sequence, loss)
-        return cls(ShardingTrial.of(model, plan, mesh, sequence, sample), samples)
+        return cls(ShardingTrial.of(model, plan, mesh, sequence, sample), samples, backward)
 
     def check(self, sample: Batch, shards: Callable[[], Iterable[LocalShard]], last: bool) -> None:
         """All ranks call it together.
@@ -156,15 +164,21 @@ class Trials:
             last: whether no other sample comes.
 
         Raises:
-            Refusal: sharding changes what the model computes, or samples are mixed.
+            Refusal: sharding changes what the model computes, samples are mixed, or a gradient is
+                not proportional to the output's.
         """
         sample = {key: value[:2] for key, value in sample.items()}
         sharding, self._sharding = self._sharding, None
         if sharding is not None:
             sharding.check(sample, shards())
-        if self._samples is not None and (last or len(next(iter(sample.values()))) > 1):
-            samples, self._samples = self._samples, None
+        if not last and len(next(iter(sample.values()))) == 1:
+            return
+        samples, self._samples = self._samples, None
+        if samples is not None:
             samples.check(sample, shards())
+        backward, self._backward = self._backward, None
+        if backward is not None:
+            backward.check(sample, shards())
 
 
 def _divided(plan: Plan) -> str:

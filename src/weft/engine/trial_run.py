@@ -70,6 +70,7 @@ class TrialRun:
         whole: the record of the whole model, if this one is sharded.
         training: whether the model runs as in training mode.
         branch: which it takes, whatever its tensors hold.
+        scale: of the output's gradient.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class TrialRun:
         whole: TrialRecord | None = None,
         training: bool = False,
         branch: Branch | None = None,
+        scale: float = 1.0,
     ):
         self._plan, self._mesh, self._held = plan, mesh, held
         self._sequence, self._whole = sequence, whole
@@ -90,7 +92,7 @@ class TrialRun:
         self._table, self._weights = plan.params(), {w.name: w for w in plan.weights}
         self._project = RandomProjection(mesh.device)
         self._record, self._positions = TrialRecord(), torch.empty(0, dtype=torch.long)
-        self._length, self._counted = 0, Counter[str]()
+        self._length, self._counted, self._scale = 0, Counter[str](), scale
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_floating_point() and not self._rule.low:
@@ -100,6 +102,10 @@ class TrialRun:
         self.around = _modes(precision, sequence, functions)  # active where the model runs
         handed = sequence is None or not sequence.gathers
         self._run = GatheredModel(model, plan.blocks, self._make, self.around, self._take, handed)
+
+    @property
+    def model(self) -> nn.Module:
+        return self._run.model
 
     # ---- weights ---------------------------------------------------------------------------------
 
@@ -305,7 +311,7 @@ class TrialRun:
         """From a random gradient of the output, the same for all runs."""
         generator = torch.Generator().manual_seed(len(shape))
         cotangent = torch.randn(shape, dtype=torch.float64, generator=generator)
-        cotangent = cotangent.to(output.device)
+        cotangent = self._scale * cotangent.to(output.device)
         for dim, mine in enumerate(rows):
             cotangent = cotangent if mine is None else cotangent.index_select(dim, mine)
         if self._sequence is not None and all(mine is None for mine in rows):

@@ -29,11 +29,11 @@ def block_lists(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 def callable_blocks(model: nn.Module, blocks: Iterable[str]) -> tuple[str, ...]:
     """The blocks that a forward can call: in the place of one that only holds modules, as a
-    ModuleDict does, those in it."""
+    ModuleDict does and a class without a forward, those in it."""
     found: list[str] = []
     for name in blocks:
         module = model.get_submodule(name)
-        if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        if type(module).forward is not nn.Module.forward or "forward" in vars(module):
             found.append(name)
             continue
         inside = [f"{name}.{child}" for child, _ in module.named_children()]

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TypedDict, Unpack, cast
 
 from torch import Tensor, nn
-from torch.jit import ScriptModule
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from weft.core import (
@@ -41,6 +40,7 @@ from weft.sync import check_gate_biases, check_sync, make_sync
 
 from .axes import DATA_AXES, FEATURE_AXES, SEQUENCE_AXES, TOKEN_AXES, VOCABULARY_AXES
 from .carried_tensors import check_carried_tensors
+from .check_modules import check_modules
 from .cut_trial import runnable_roles
 from .float8_choice import check_recipe, choose_float8
 from .gathered_units import check_unit_stages, gathered_units, heads_for_chunks, unit_notes
@@ -62,11 +62,15 @@ from .sample_pairs import outputs_of_pairs
 from .sequence_checks import check_shared_sequence
 from .strategies import StepsRequest, allowed_options, axis_table, registry
 from .traced_chains.find_chains import traced_roles
-from .weight_reads import check_named_units, check_unit_reads, without_weights_read_elsewhere
+from .weight_reads import (
+    check_named_units,
+    check_unit_reads,
+    without_blocks_read_elsewhere,
+    without_weights_read_elsewhere,
+)
 from .whole_batch import plan_whole_batch
 
 LOGITS = ("auto", "whole", "chunks")
-LAZY = nn.parameter.UninitializedParameter
 
 
 class PipelineKeywords(TypedDict, total=False):
@@ -193,7 +197,7 @@ def plan_from_request(request: PlanRequest) -> Plan:
 
 def _plan_checked(request: PlanRequest) -> Plan:
     model, layout, sync, loss = request.model, request.layout, request.sync, request.loss
-    _check_modules(model)
+    check_modules(model)
     if loss is not None:
         check_loss(loss)
     if request.sample:  # a worker has none
@@ -207,6 +211,7 @@ def _plan_checked(request: PlanRequest) -> Plan:
     parts = parts_on(layout, find_parts(model, weights, request.parts), weights, sync)
     request = replace(request, roles=roles_with_parts(model, parts, request.roles))
     found = called_attentions(request, find_roles(model, request.roles))
+    found = without_blocks_read_elsewhere(request, found)
     found = without_weights_read_elsewhere(request, found)
     found = runnable_roles(request, found)
     found = traced_roles(request, found)
@@ -353,36 +358,6 @@ def _check_logits(logits: str) -> None:
     if logits not in LOGITS:
         raise ConfigError(
             "train.logits", logits, "not a way to make logits", f"choose one of {', '.join(LOGITS)}"
-        )
-
-
-def _check_modules(model: nn.Module) -> None:
-    """Refuse a model with modules that Python cannot reach into, or whose parameters have no shape
-    yet, or of which none is trained."""
-    for name, module in model.named_modules():
-        if isinstance(module, ScriptModule):
-            raise UnsupportedModel(
-                "model",
-                name or type(module).__name__,
-                "is compiled by torch.jit, so weft can neither add hooks nor replace its weights",
-                "hold the module itself, without torch.jit.script or torch.jit.trace around it;"
-                " functions may be scripted",
-            )
-    lazy = next((n for n, p in model.named_parameters() if isinstance(p, LAZY)), None)
-    if lazy is not None:
-        raise UnsupportedModel(
-            "model",
-            lazy,
-            "has no shape before the first forward",
-            "run the model once on a batch in the function that builds it, or give the layer its"
-            " sizes",
-        )
-    if not any(p.requires_grad for p in model.parameters()):
-        raise UnsupportedModel(
-            "model",
-            type(model).__name__,
-            "none of its parameters is trainable",
-            "set requires_grad on those that are to be trained",
         )
 
 

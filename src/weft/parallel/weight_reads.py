@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from weft._torch.tensors import fake_mode
 from weft.core import ConfigError, Part, Step, UnsupportedModel, field_of_part, is_inside
-from weft.nn import Chain, Roles, chain_module, module_calls
+from weft.nn import Chain, Roles, callable_blocks, chain_module, module_calls
 from weft.pipeline import tensors_read
 
 from .axes import FEATURE_AXES, VOCABULARY_AXES
@@ -56,6 +56,28 @@ def _weights(chain: Chain) -> set[tuple[str, str]]:
     if not chain.by_entry:
         return {(f"{name}.weight", name) for name in chain.linears}
     return {(name, chain.entry or "") for name in (f"{chain.row}.weight", *chain.parameters)}
+
+
+def without_blocks_read_elsewhere(request: PlanRequest, roles: Roles) -> Roles:
+    """The roles without blocks of which a weight is read where they do not run, as by a forward
+    that calls the modules in a block, and never the block: nobody would make its weights whole."""
+    if request.sample is None or not roles.blocks:
+        return roles
+    blocks = callable_blocks(request.model, (b for each in roles.blocks for b in each))
+    owned = [
+        (f"{block}.{name}", block)
+        for block in blocks
+        for name, _ in request.model.get_submodule(block).named_parameters()
+    ]
+    read = _read_elsewhere(request, owned)
+    if not read:
+        return roles
+    left = (
+        tuple(b for b in callable_blocks(request.model, each) if b not in read)
+        for each in roles.blocks
+    )
+    notes = [f"{name}: its weights are read by {read[name]}: no block" for name in read]
+    return replace(roles, blocks=tuple(each for each in left if each), notes=(*roles.notes, *notes))
 
 
 def check_unit_reads(request: PlanRequest, parts: Iterable[Part], steps: Iterable[Step]) -> None:

@@ -75,6 +75,7 @@ class ForwardPath:
             for n in read & self.makers.keys()
             if not tensors[n].home and not self.is_returned(n)
         }
+        makers |= {i for i in self.nodes if events[i].keeps}
         names = {events[i].name for i in makers if events[i].call and not events[i].within}
         return {i for i in self.nodes if events[i].call and events[i].name in names}
 

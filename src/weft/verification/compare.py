@@ -182,7 +182,8 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
                 same = step < len(reference.calls) and not engine.replicas.independent
                 same = same and reference.calls[step] == reference.calls[0]
                 if isinstance(engine, Engine) and compiled is None and same:
-                    other_step = other_step or _other_than_first(seen, audit.seen, step)
+                    both, headers = (seen, audit.seen), plan.dynamic_shapes
+                    other_step = other_step or _other_than_first(*both, step, headers)
             watchdog.beat(f"step {step}")
             errors["loss"][f"loss of step {step}"] = error = error_ratio(
                 abs(float(result.loss) - loss), abs(loss)
@@ -264,14 +265,17 @@ def _attention_recorded(engine: TrainingEngine, trace: ActivationRecorder) -> It
         engine.sequence.on_attention = before
 
 
-def _other_than_first(first: list[Collective], now: list[Collective], step: int) -> str | None:
+def _other_than_first(
+    first: list[Collective], now: list[Collective], step: int, headers: bool
+) -> str | None:
     """What a step sends otherwise than the first, which is compared with the prediction. How many
-    bytes experts exchange, the data say. The first one alone has the headers of messages."""
+    bytes experts exchange, the data say. The first one alone has the headers of messages, unless
+    each step has `headers`."""
     before, after = (
         Counter(
             (c.kind, c.axis)
             for c in seen
-            if not (c.axis == STAGE_AXIS and c.nbytes == HEADER_BYTES)
+            if headers or not (c.axis == STAGE_AXIS and c.nbytes == HEADER_BYTES)
         )
         for seen in (first, now)
     )

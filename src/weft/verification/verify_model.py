@@ -36,6 +36,7 @@ from .delayed_reference import run_delayed
 from .difference import SGD_LR
 from .layout_result import LayoutResult, failed_result, refused_result
 from .mixing import mixed_samples
+from .own_gradients import own_gradients
 from .reference import Reference, run_reference
 from .replica_reference import run_replicas
 from .report import VerifyReport
@@ -94,6 +95,8 @@ def _references(case: Case, layouts: Sequence[str], steps: int) -> list[Referenc
     plain: Reference | None = None
     found: list[Reference | Refusal] = []
     parted: dict[bool, Refusal | None] = {False: None}
+    with torch.random.fork_rng([]):
+        unscaled = own_gradients(case) if layouts and not case.workers else None
     with torch.random.fork_rng([]):  # a build may draw from where the process is
         alone = case.lay(case.model(), "dp1") if layouts else None
     several = alone is not None and alone.accumulate > 1  # microbatches
@@ -103,8 +106,8 @@ def _references(case: Case, layouts: Sequence[str], steps: int) -> list[Referenc
         if parts not in parted:
             with torch.random.fork_rng([]):
                 parted[parts] = mixed_samples(case, layout)
-        if (mixed := parted[parts]) is not None:
-            found.append(mixed)
+        if (refused := parted[parts] or unscaled) is not None:
+            found.append(refused)
         elif (
             Layout.parse(layout).stage_ranks > 1
             and case.lay(case.model(), layout).schedule.versions

@@ -21,7 +21,14 @@ from weft.parallel import dim_of_positions
 from ..whole_role import LINES_AROUND, MixesPositions
 from .mask_rules import whole_mask
 from .sequence import ContextParallel, WholeSequence, check_path, on_the_part
-from .whole_marks import dims_of_positions, is_alike, is_marked, set_whole_shape, whole_of
+from .whole_marks import (
+    dims_of_positions,
+    is_alike,
+    is_fixed,
+    is_marked,
+    set_whole_shape,
+    whole_of,
+)
 
 
 def run_on_whole_sequences(model: nn.Module, plan: Plan, sequence: ContextParallel) -> None:
@@ -64,19 +71,25 @@ class _AroundForward:
         self._name, self._masked, self._sequence = name, masked, sequence
 
     @torch.compiler.disable
-    def enter(self, args: tuple, kwargs: dict) -> tuple[WholeSequence, tuple, dict]:
-        """Raises MixesPositions for what does not tell which positions it is of."""
+    def enter(self, args: tuple, kwargs: dict) -> tuple[WholeSequence | None, tuple, dict]:
+        """Without a sequence to leave where all that enters is known to be of no position. Raises
+        MixesPositions for what does not tell which positions it is of."""
         outside = WholeSequence(self._sequence)
         if outside.length:
             check_path(self._sequence)
-            self._check(tree_leaves((args, kwargs), Tensor), outside)
+            entering = tree_leaves((args, kwargs), Tensor)
+            if entering and all(is_fixed(x) for x in entering):
+                return None, args, kwargs
+            self._check(entering, outside)
             args, kwargs = tree_map(lambda x: self._gathered(x, outside.length), (args, kwargs))
             self._sequence.calls += 1
         outside.begin()
         return outside, args, kwargs
 
     @torch.compiler.disable
-    def leave(self, outside: WholeSequence, out: Any) -> Any:
+    def leave(self, outside: WholeSequence | None, out: Any) -> Any:
+        if outside is None:
+            return out
         outside.end()
         length = outside.length
 

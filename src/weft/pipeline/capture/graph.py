@@ -23,7 +23,8 @@ UNSEEN_BY_TORCH = "was made by something that is no PyTorch function"
 class GraphNode:
     """A module call, or a function on tracked tensors. `parent`: the call in which it happened. It
     lasts until event `end` and made the tensors `made`. `reads` and `writes` are tensors made
-    before it began."""
+    before it began. `keeps`: another call reads a tensor that it made of the batch without weights,
+    and did not return."""
 
     name: str
     call: bool
@@ -40,6 +41,7 @@ class GraphNode:
     random: bool = False
     reads_into_python: bool = False  # it reads an element into Python
     reshapes: bool = False  # it changes the shape of a tensor in place
+    keeps: bool = False
     output: Any = None
     hidden: set[int] = field(
         default_factory=set

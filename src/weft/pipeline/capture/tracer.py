@@ -34,6 +34,7 @@ from weft._torch.tensors import (
 )
 from weft.core import InputRef, NeedsData, OpaqueRef, ParamRef, TensorRef, UnsupportedModel
 
+from .derived_tensors import DerivedTensors
 from .functions import (
     GROUPED_MM,
     METADATA_FUNCTIONS,
@@ -196,6 +197,7 @@ class _ForwardTracer(TorchFunctionMode):
             int, int
         ] = {}  # storage of an untracked tensor that was written to -> the number it got
         self.given: set[int] = set()  # storages of what the model is called with
+        self.derived = DerivedTensors()
         self.open: list[int] = []
         self.began: list[int] = []  # how many tensors there were when these calls began
         self.changed: set[str] = set()
@@ -205,6 +207,7 @@ class _ForwardTracer(TorchFunctionMode):
     def run(self, inputs: Mapping[str, Any]) -> Any:
         """What the model returns."""
         self.given = {storage_id(t) for t in tensors_in(inputs)}
+        self.derived.add(inputs, ())
         handlers = [(module, self._handler(name, module)) for name, module in self.modules.items()]
         with intercept_calls(handlers), self.flops, self:
             output = self.model(**inputs)
@@ -284,9 +287,14 @@ class _ForwardTracer(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in METADATA_FUNCTIONS:
             return func(*args, **kwargs)
-        reads = [t for t in tensors_read(func, args, kwargs) if self._is_tracked(t)]
+        read = tensors_read(func, args, kwargs)
+        for call in self.derived.calls(read, self.numbers).difference(self.open):
+            self.events[call].keeps = True
+        reads = [t for t in read if self._is_tracked(t)]
         if not reads and func not in RANDOM_FUNCTIONS:
-            return self._light(func, args, kwargs)
+            out = self._light(func, args, kwargs)
+            self.derived.follow(read, out, self.open)
+            return out
         index, first, flops = (
             self._begin(function_name(func), False),
             len(self.tensors),
