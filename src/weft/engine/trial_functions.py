@@ -27,9 +27,9 @@ class TrialFunctions(TorchFunctionMode):
     the middle of a uniform distribution. In evaluation mode, where few models draw, they draw.
     `reads`: what the forward reads of tensors as true or false."""
 
-    def __init__(self, training: bool, reads: BranchReads) -> None:
+    def __init__(self, training: bool, reads: BranchReads | None = None) -> None:
         super().__init__()
-        self._training, self._draws, self._reads = training, count(), reads
+        self._training, self._draws, self._reads = training, count(), reads or BranchReads(None)
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
