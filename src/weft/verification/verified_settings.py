@@ -11,7 +11,7 @@ from .replica_reference import shortened
 
 def on_cpus(run: RunConfig) -> RunConfig:
     """The run without what GPUs alone do: verify computes on CPUs."""
-    without = {"async_tp": False, "offload_activations": False}
+    without = {"async_tp": False, "offload_activations": False, "memory_snapshot": None}
     return run.model_copy(update={"train": run.train.model_copy(update=without)})
 
 
