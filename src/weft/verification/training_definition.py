@@ -193,6 +193,10 @@ def short_run(run: RunConfig) -> RunConfig:
         "eval_batches": min(t.eval_batches, MOST_BATCHES) if t.eval_every else 0,
         "log_every": 1,
         "sample_tokens": 0,
+        # which tell others of the run, end it or change it
+        "callbacks": (),
+        "loggers": (),
+        "profile": None,
     }
     every = random.Random(t.seed).randint(3, 9)
     save = {"every": every, "keep": steps, "keep_every": 0, "restarts": 0}
