@@ -48,6 +48,8 @@ def test_no_callback_is_called(tmp_path: Path) -> None:
     run = load(tmp_path, more)
     is_proven(run, tmp_path)
     assert not [*tmp_path.rglob("metrics.csv")]
-    table = [f"{row.how}: {row.what}" for row in coverage(run, 3, PrecisionConfig(compute="fp64"), "")]
+    table = [
+        f"{row.how}: {row.what}" for row in coverage(run, 3, PrecisionConfig(compute="fp64"), "")
+    ]
     assert f"not checked: train.callbacks, which verify leaves out: {name}" in table
     assert "not checked: train.loggers, which verify leaves out: csv" in table

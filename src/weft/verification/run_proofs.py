@@ -3,7 +3,7 @@ run has written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -87,6 +87,9 @@ def _numbers(found: TrainedRun, wanted: Trajectory, after: int) -> _Numbers:
         same = len(kept) == len(values[-SEEN:])
         off = [_error_of(was, value) for was, value in zip(kept, values[-SEEN:], strict=same)]
         errors[name], within[name] = max(off, default=0.0) if same else inf, bounds.loss
+    for name, was, value in _of_best(found, wanted, after):
+        errors[name], within[name] = _error_of(was, value), bounds.loss
+        said[name] = f"{_shown(was)}, one device has {_shown(value)}"
     # what codecs keep shows in the steps after it
     saved = {n: t for n, t in found.tensors.items() if not n.startswith("sync/")}
     last = saved_state_errors(saved, wanted.final, wanted.weights, wanted.noise, bounds)
@@ -102,11 +105,26 @@ def _numbers(found: TrainedRun, wanted: Trajectory, after: int) -> _Numbers:
     return _Numbers(errors, beyond, first, moved)
 
 
+def _of_best(
+    found: TrainedRun, wanted: Trajectory, after: int
+) -> Iterator[tuple[str, float | None, float | None]]:
+    """What is compared of the best checkpoint, and of the steps that were saved `after` one: its
+    name, what the run has, and one device."""
+    got, want = found.scalars.get("best", (None, None)), wanted.best or (None, None)
+    for of, was, value in zip(("step", "validation loss"), got, want, strict=True):
+        yield f"{of} of the best checkpoint", was, value
+    for step in sorted({*found.saved, *wanted.saved}) if wanted.saved else ():
+        if step > after:
+            there, defined = (step if step in each.saved else None for each in (found, wanted))
+            yield f"checkpoint of step {step}", there, defined
+
+
 def _as_written(run: Trajectory) -> TrainedRun:
     """What a run of `weft train` that does this writes."""
     lines = {n: {**line, **run.validations.get(n, {})} for n, line in run.lines.items()}
     kept = {"norms": run.norms[-SEEN:], "losses": run.losses[-SEEN:]}
-    return TrainedRun(lines, run.final, kept, [])
+    best = {} if run.best is None else {"best": [*run.best]}
+    return TrainedRun(lines, run.final, {**kept, **best}, [], run.saved)
 
 
 def _error_of(got: float | None, want: float | None) -> float:

@@ -285,4 +285,6 @@ def _exercised(run: RunConfig, wanted: Trajectory) -> list[Proof]:
         names = [key for line in wanted.validations.values() for key in line if key != "val_loss"]
         shown += "".join(f", {name}" for name in dict.fromkeys(names))
         found.append(Proof("validated", shown))
+    if wanted.best is not None:
+        found.append(Proof("best", f"the checkpoint of step {wanted.best[0]}, which is saved"))
     return found

@@ -276,7 +276,8 @@ class _OneDevice:
         trainees = trainees_of(
             case, plans, self.validation, self._in_microbatches, self.metrics, self.seed
         )
-        found = train_plainly(trainees.each, rules, rates, every, trainees.exchange)
+        best = self.run.checkpoint.keep_best
+        found = train_plainly(trainees.each, rules, rates, every, trainees.exchange, best)
         broken = (*trainees.broken, *case.faults())
         return replace(found, broken=broken, bounds=bounds_of(self.plan))
 
