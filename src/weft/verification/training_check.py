@@ -201,8 +201,12 @@ def other_layout_proofs(
     there = on_own_layout(defined.run, apart(defined.replicas))
     if here.layout == there.layout:
         return []
-    train_in(there, folder / "apart")
-    return _resumed(defined, here, there, folder / "whole", folder / "apart")
+    begun = train_in(there, folder / "apart")
+    found = _resumed(defined, here, there, folder / "whole", folder / "apart")
+    if isinstance(begun, str):
+        shown = f"from {there.layout.axes}: {begun}"
+        found.append(Proof(f"resumed at {defined.step}", shown, equal=False))
+    return found
 
 
 def precision_proof(
