@@ -156,11 +156,12 @@ def training_proofs(defined: TrainingDefinition, layout: str, folder: Path) -> l
     run = on_own_layout(defined.run, layout)
     whole, wanted = train_in(run, folder / "whole"), _written(run, defined.trajectory)
     saved, note, away = None, "", defined.runs_nearby(WHOLE)
+    coded = bool(defined.codec)
     if defined.in_order is not None and isinstance(whole, TrainedRun):
         wanted, saved = defined.in_order(whole.orders, None)
         note = IN_ORDER
         away = defined.runs_in_order(whole.orders, None)
-    proofs = [defined_proof(f"{run.train.steps} steps", whole, wanted, 0, note, away)]
+    proofs = [defined_proof(f"{run.train.steps} steps", whole, wanted, 0, note, away, coded)]
     proofs += _exercised(run, wanted)
     if defined.replicas > 1:
         options = ", ".join(f"{key} {value}" for key, value in run.sync.arguments.items())
@@ -184,7 +185,8 @@ def training_proofs(defined: TrainingDefinition, layout: str, folder: Path) -> l
             if isinstance(again, TrainedRun):
                 wanted, _ = defined.in_order(again.orders, saved)
                 away = defined.runs_in_order(again.orders, saved)
-            proofs.append(defined_proof(resumed, again, wanted, defined.step, IN_ORDER, away))
+            given = again, wanted, defined.step, IN_ORDER, away, coded
+            proofs.append(defined_proof(resumed, *given))
     return proofs
 
 
@@ -256,7 +258,8 @@ def _resumed(
         elif checkpoint_path(begin / CHECKPOINTS, step).exists():
             again = train_in(on, whole.parent / note, begin)
             away = defined.runs_nearby(part)
-            found.append(defined_proof(what, again, _written(on, wanted), step, of, away))
+            given = again, _written(on, wanted), step, of, away, bool(defined.codec)
+            found.append(defined_proof(what, *given))
     return found
 
 

@@ -68,18 +68,14 @@ class TrainingDefinition:
         return self.run.checkpoint.every
 
     def runs_nearby(self, part: str) -> Callable[[], list[Trajectory]] | None:
-        """`nearby`, where a codec makes rounding grow."""
-        if self.nearby is None or not self.codec:
-            return None
-        return partial(self.nearby, part)
+        """`nearby` of this part."""
+        return None if self.nearby is None else partial(self.nearby, part)
 
     def runs_in_order(
         self, orders: list[UpdateOrder], begun: ServedState | None
     ) -> Callable[[], list[Trajectory]] | None:
         """The same in the order of asynchronous servers."""
-        if self.in_order is None or not self.codec:
-            return None
-        return partial(self.in_order.nearby, orders, begun)
+        return None if self.in_order is None else partial(self.in_order.nearby, orders, begun)
 
 
 @dataclass(frozen=True)
