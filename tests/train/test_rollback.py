@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,25 @@ def test_a_spike_is_undone_and_its_samples_left_out(
     assert once.keys() == again.keys()
     for name, tensor in once.items():
         assert torch.equal(tensor, again[name]), name
+
+
+class Slow(Spoilt):
+    """Which takes long to read the noise."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if self.first <= PLACE[index] < self.last:
+            time.sleep(0.3)
+        return super().__getitem__(index)
+
+
+def test_lines_have_nothing_of_undone_steps(tmp_path: Path) -> None:
+    """That step 30 is to be undone is known at step 32, before its line is written."""
+    slow = {"data__build": "tests.train.test_rollback:Slow", "train__log_every": 8}
+    run = make(tmp_path, **settings(train__rollback=1.5, **slow))
+    train(run, False)
+    (line,) = (line for line in lines(run) if line["step"] == 32)
+    assert line["batches_left_out"] == 32 - KEPT
+    assert line["data_wait_s"] < 0.2 and line["step_s"] < 0.2
 
 
 def test_a_run_that_cannot_get_past_it_ends(tmp_path: Path) -> None:

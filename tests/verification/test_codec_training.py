@@ -165,3 +165,13 @@ def test_a_codec_that_no_definition_tells_is_left_out_and_named(tmp_path: Path) 
 
 def covered(run: RunConfig, results: list[TrainingResult]) -> list:
     return coverage(run, 3, PrecisionConfig(compute="fp64"), "", results)
+
+
+def test_a_run_on_one_device_that_fails_is_told(tmp_path: Path, int8: TrainingDefinition) -> None:
+    """Nothing goes on from its checkpoint, which is missing."""
+    old = "began, t, folder, company = "
+    new = f"assert run.world > 1 or resume, 'too small'; {old}"
+    with mutated(Mutant("weft.train.trainer", "_train", old, new)):
+        proofs = all_proofs(int8, "dp2", tmp_path)
+    (wrong,) = (proof for proof in proofs if not proof.equal)
+    assert "from dp1: does not run: AssertionError: too small" in wrong.shown

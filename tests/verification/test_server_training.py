@@ -69,6 +69,17 @@ def test_servers_train_as_defined(defined: TrainingDefinition, tmp_path: Path) -
     assert proofs[f"resumed at {defined.step}"].shown.startswith("in its order of updates: ")
 
 
+def test_servers_resume_with_the_state_of_muon(tmp_path: Path) -> None:
+    """Two optimizers, each of its own weights, go on from what was saved of each."""
+    path = tmp_path / "run.toml"
+    muon = 'name = "muon"\nadamw = ["embedding.*", "head.*", "*norm*"]'
+    text = TRAINED.replace("skip = 5.0\n", "").replace('name = "adamw"', muon)
+    path.write_text(text + SERVERS)
+    (found,) = define_training(*deep_case(load_run(path)), "dp2")
+    proofs = training_proofs(found, "dp2", tmp_path)
+    assert all(proof.equal for proof in proofs), proofs
+
+
 LOOP, SERVER = "weft.train.train_loop", "weft.engine.replica_sync.async_parameter_server"
 REPLICAS = "weft.engine.replica_sync.async_servers"
 MUTANTS: dict[str, tuple[tuple[str, str, str, str], str]] = {

@@ -66,6 +66,13 @@ class ExpertMetrics:
             text for module, row in counts.items() if (text := self._watch(module, row[1:]))
         ]
 
+    def drop(self) -> None:
+        """Drop what was counted since the last line. All ranks call it together."""
+        if self._engine.loads:
+            self._engine.loads.take()
+            if self._engine.dispatch.group is not None:
+                self._mark = self._exchanged()
+
     def _exchanged(self) -> tuple[float, float, float]:
         """Bytes, seconds waited and seconds under way, since the run began, of the rank that has
         most of each."""

@@ -85,6 +85,10 @@ class RankTimes:
         self._own_s = sum(s.stop - s.start for s in spans[before:] if s.kind == "compute")
         self._steps = 1
 
+    def drop(self) -> None:
+        """Drop what was measured since the last line."""
+        self._own_s, self._steps, self._told_s = 0.0, 0, self._callbacks.took_s
+
     def line(
         self, steps: int, step_s: float, data_wait_s: float
     ) -> tuple[dict[str, Any], list[str]]:

@@ -161,8 +161,10 @@ class TrainLoop:
                 spike = self._read(step, unread)
                 unread.clear()
             if spike is not None:
-                self._go_back(step, spike)
                 recent.clear()
+                _drop_measured(self)
+                with self.clock.pause():
+                    self._go_back(step, spike)
                 if stop:
                     return True
                 continue
@@ -377,6 +379,15 @@ def finishing_checkpoint(loop: TrainLoop) -> Iterator[None]:
         with loop.watchdog.rare():
             loop.saver.finish(FINISH_S)
         raise
+
+
+def _drop_measured(loop: TrainLoop) -> None:
+    """Drop what was measured since the last line, of steps that are to be undone."""
+    loop.clock.lap()
+    loop.reading.lap()
+    loop.traffic.line(1)
+    loop.gates.drop()
+    loop.own.drop()
 
 
 @contextmanager

@@ -88,6 +88,12 @@ def coverage(
     if t.eval_every:
         measured = "".join(f", {name}" for name in t.eval_metrics)
         rows.append(Covered(deep, f"validation{measured}"))
+    if run.checkpoint.keep_best:
+        rows.append(Covered(deep, "which checkpoint is the best: checkpoint.keep_best"))
+    for key in ("callbacks", "loggers"):
+        if named := getattr(t, key):
+            names = ", ".join(each if isinstance(each, str) else each["name"] for each in named)
+            rows.append(Covered(NOT, f"train.{key}, which verify leaves out: {names}"))
     if is_asynchronous(sync):
         rows.append(Covered(deep, "saving; resuming on the same layout, in its own order"))
         again = f"resuming {sync.name} bit for bit: updates never come in the same order again"

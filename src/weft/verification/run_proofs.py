@@ -3,14 +3,14 @@ run has written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import inf
 
 import torch
 from torch import Tensor
 
-from .noise import ALONE, from_rounding
+from .noise import ALONE, FOLLOWS
 from .plain.outliers import SEEN
 from .rounding import FACTOR, MOST, largest_errors
 from .tensor_errors import error_ratio, saved_state_errors
@@ -35,13 +35,24 @@ def defined_proof(
     after: int = 0,
     note: str = "",
     nearby: Callable[[], Sequence[Trajectory]] | None = None,
+    widens: bool = False,
 ) -> Proof:
     """That a run did what one device does in the steps `after` one. `nearby`: what that does from
-    weights a few roundings away, to which the run is held where rounding grows."""
+    weights a few roundings away, to which buffers are held that follow rounding. `widens`: the
+    whole run is where rounding grows."""
     if isinstance(found, str):
         return Proof(what, note + found, equal=False)
     numbers = _numbers(found, wanted, after)
-    if numbers.beyond and nearby is not None and all(e < MOST for e in numbers.beyond.values()):
+    if nearby is not None and numbers.followed:
+        numbers = _as_followed(
+            numbers, [_numbers(_as_written(each), wanted, after) for each in nearby()]
+        )
+    if (
+        widens
+        and numbers.beyond
+        and nearby is not None
+        and all(e < MOST for e in numbers.beyond.values())
+    ):
         runs = [_numbers(_as_written(each), wanted, after) for each in nearby()]
         measured = largest_errors(each.errors for each in runs)
         widened = {name: FACTOR * measured.get(name, 0.0) for name in numbers.beyond}
@@ -50,7 +61,8 @@ def defined_proof(
             told = f"  rounding grows: {len(widened)} bounds are {FACTOR:g} times the measured"
             told += f" difference of one device from itself, at most {bound:.2g} ({name})"
             return Proof(what, f"{note}{numbers.worst:.2e}{told}")
-    told = f"  left out: {', '.join(numbers.moved)}" if numbers.moved else ""
+    left_out = [*numbers.moved, *numbers.followed]
+    told = f"  left out: {', '.join(left_out)}" if left_out else ""
     told += f"  first difference: {numbers.first}" if numbers.first else ""
     return Proof(what, f"{note}{numbers.worst:.2e}{told}", not numbers.first)
 
@@ -59,12 +71,15 @@ def defined_proof(
 class _Numbers:
     """Errors of all numbers of a run by their names, in the order of the run. `beyond`: those that
     are too large. `first`: of these, and what it is. `moved`: those left out, which an optimizer
-    makes of rounding."""
+    makes of rounding; `followed`: those of buffers that follow them. `last`: of all of the last
+    checkpoint."""
 
     errors: dict[str, float]
     beyond: dict[str, float]
     first: str | None
-    moved: list[str]
+    moved: dict[str, float]
+    followed: dict[str, float]
+    last: dict[str, float]
 
     @property
     def worst(self) -> float:
@@ -87,26 +102,65 @@ def _numbers(found: TrainedRun, wanted: Trajectory, after: int) -> _Numbers:
         same = len(kept) == len(values[-SEEN:])
         off = [_error_of(was, value) for was, value in zip(kept, values[-SEEN:], strict=same)]
         errors[name], within[name] = max(off, default=0.0) if same else inf, bounds.loss
+    for name, was, value in _of_best(found, wanted, after):
+        errors[name], within[name] = _error_of(was, value), bounds.loss
+        said[name] = f"{_shown(was)}, one device has {_shown(value)}"
     # what codecs keep shows in the steps after it
     saved = {n: t for n, t in found.tensors.items() if not n.startswith("sync/")}
     last = saved_state_errors(saved, wanted.final, wanted.weights, wanted.noise, bounds)
-    moved = [name for name, error in last.items() if ALONE in name and not error < bounds.weight]
+    past = {name: error for name, error in last.items() if not error < bounds.weight}
+    moved = {name: error for name, error in past.items() if ALONE in name}
+    # of which the optimizer makes full steps
+    followed = {name: error for name, error in past.items() if moved and FOLLOWS in name}
     for name, error in last.items():
-        if not moved or not from_rounding(name):  # else the optimizer makes full steps of it
+        if name not in moved and name not in followed:
             errors[f"{name} after the last step"] = error
             within[f"{name} after the last step"] = bounds.weight
     beyond = {name: error for name, error in errors.items() if not error < within[name]}
     first = next(iter(beyond), None)
     if first in said:
         first = f"{first}: {said[first]}"
-    return _Numbers(errors, beyond, first, moved)
+    return _Numbers(errors, beyond, first, moved, followed, last)
+
+
+def _as_followed(numbers: _Numbers, nearby: Sequence[_Numbers]) -> _Numbers:
+    """The same with those buffers compared that on one device, too, follow rounding: as far as they
+    do so from weights `nearby`, if the weights that they follow are moved as far there."""
+    measured = largest_errors(each.last for each in nearby)
+    far = {
+        name: error
+        for name, error in (numbers.moved | numbers.followed).items()
+        if not error < FACTOR * measured.get(name, 0.0)
+    }
+    if not nearby or far.keys() & numbers.moved.keys():
+        return numbers
+    wrong = {f"{name} after the last step": error for name, error in far.items()}
+    followed = {n: error for n, error in numbers.followed.items() if n not in far}
+    errors, beyond = numbers.errors | wrong, numbers.beyond | wrong
+    first = numbers.first or next(iter(wrong), None)
+    return replace(numbers, errors=errors, beyond=beyond, first=first, followed=followed)
+
+
+def _of_best(
+    found: TrainedRun, wanted: Trajectory, after: int
+) -> Iterator[tuple[str, float | None, float | None]]:
+    """What is compared of the best checkpoint, and of the steps that were saved `after` one: its
+    name, what the run has, and one device."""
+    got, want = found.scalars.get("best", (None, None)), wanted.best or (None, None)
+    for of, was, value in zip(("step", "validation loss"), got, want, strict=True):
+        yield f"{of} of the best checkpoint", was, value
+    for step in sorted({*found.saved, *wanted.saved}) if wanted.saved else ():
+        if step > after:
+            there, defined = (step if step in each.saved else None for each in (found, wanted))
+            yield f"checkpoint of step {step}", there, defined
 
 
 def _as_written(run: Trajectory) -> TrainedRun:
     """What a run of `weft train` that does this writes."""
     lines = {n: {**line, **run.validations.get(n, {})} for n, line in run.lines.items()}
     kept = {"norms": run.norms[-SEEN:], "losses": run.losses[-SEEN:]}
-    return TrainedRun(lines, run.final, kept, [])
+    best = {} if run.best is None else {"best": [*run.best]}
+    return TrainedRun(lines, run.final, {**kept, **best}, [], run.saved)
 
 
 def _error_of(got: float | None, want: float | None) -> float:

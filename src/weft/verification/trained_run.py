@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from weft.checkpoint import CHECKPOINTS, CheckpointReader, checkpoint_path, read_index
+from weft.checkpoint import CHECKPOINTS, CheckpointReader, checkpoint_path, read_index, saved_steps
 from weft.core import DRIVER, METRICS, Refusal, RunConfig, WorkerDied
 from weft.engine import AsyncServerReplicas, Float64Mode, Remote, UpdateOrder
 from weft.launch import run_replicas, run_workers
@@ -28,12 +28,14 @@ OF_EXPERTS = ("busiest_expert", "dropped_share", "gate_loss")  # compared where 
 @dataclass(frozen=True)
 class TrainedRun:
     """What a run has written: per step its numbers that one device has too, and its last
-    checkpoint. `orders`: what each rank's parameter server did; empty where it has none."""
+    checkpoint. `orders`: what each rank's parameter server did; empty where it has none. `saved`:
+    of which steps there are checkpoints."""
 
     lines: dict[int, dict[str, float]]
     tensors: dict[str, Tensor]
     scalars: dict[str, Any]
     orders: list[UpdateOrder]
+    saved: tuple[int, ...] = ()
 
 
 def train_in(
@@ -60,14 +62,19 @@ def train_in(
         return f"is refused: {error}"
     except WorkerDied as error:
         return f"does not run: {error.report.strip().splitlines()[-1]} (rank {error.rank})"
-    lines: dict[int, dict[str, float]] = {}
+    lines, seen = dict[int, dict[str, float]](), set[tuple[int, bool]]()
     for text in (folder / METRICS).read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
+        of = line["step"], "val_loss" in line
+        if of in seen:
+            return f"{METRICS} has two lines of {'the validation after ' * of[1]}step {of[0]}"
+        seen.add(of)
         lines.setdefault(line["step"], {}).update(_numbers_of(line))
     contents = read_index(folder / CHECKPOINTS)
     with CheckpointReader(checkpoint_path(folder / CHECKPOINTS, contents.step), contents) as reader:
         tensors = {name: reader.read_tensor(name) for name in contents.tensors}
-    return TrainedRun(lines, tensors, contents.scalars, orders)
+    steps = tuple(saved_steps(folder / CHECKPOINTS))
+    return TrainedRun(lines, tensors, contents.scalars, orders, steps)
 
 
 def _numbers_of(line: Mapping[str, Any]) -> dict[str, float]:

@@ -156,11 +156,12 @@ def training_proofs(defined: TrainingDefinition, layout: str, folder: Path) -> l
     run = on_own_layout(defined.run, layout)
     whole, wanted = train_in(run, folder / "whole"), _written(run, defined.trajectory)
     saved, note, away = None, "", defined.runs_nearby(WHOLE)
+    coded = bool(defined.codec)
     if defined.in_order is not None and isinstance(whole, TrainedRun):
         wanted, saved = defined.in_order(whole.orders, None)
         note = IN_ORDER
         away = defined.runs_in_order(whole.orders, None)
-    proofs = [defined_proof(f"{run.train.steps} steps", whole, wanted, 0, note, away)]
+    proofs = [defined_proof(f"{run.train.steps} steps", whole, wanted, 0, note, away, coded)]
     proofs += _exercised(run, wanted, defined.full)
     if defined.replicas > 1:
         options = ", ".join(f"{key} {value}" for key, value in run.sync.arguments.items())
@@ -185,7 +186,8 @@ def training_proofs(defined: TrainingDefinition, layout: str, folder: Path) -> l
             if isinstance(again, TrainedRun):
                 wanted, _ = defined.in_order(again.orders, saved)
                 away = defined.runs_in_order(again.orders, saved)
-            proofs.append(defined_proof(resumed, again, wanted, defined.step, IN_ORDER, away))
+            given = again, wanted, defined.step, IN_ORDER, away, coded
+            proofs.append(defined_proof(resumed, *given))
     return proofs
 
 
@@ -193,7 +195,7 @@ def _resumed_after_going_back(
     defined: TrainingDefinition, run: RunConfig, whole: TrainedRun, folder: Path
 ) -> list[Proof]:
     """That a run goes on from the first checkpoint after it has gone back, if it has one."""
-    step = defined.trajectory.back_at + defined.step
+    step = (defined.trajectory.back_at // defined.step + 1) * defined.step
     if not defined.trajectory.taken_back or step >= run.train.steps:
         return []
     again = train_in(run, folder / "after", folder / "whole", step)
@@ -213,8 +215,12 @@ def other_layout_proofs(
     there = on_own_layout(defined.run, apart(defined.replicas))
     if here.layout == there.layout:
         return []
-    train_in(there, folder / "apart")
-    return _resumed(defined, here, there, folder / "whole", folder / "apart")
+    begun = train_in(there, folder / "apart")
+    found = _resumed(defined, here, there, folder / "whole", folder / "apart")
+    if isinstance(begun, str):
+        shown = f"from {there.layout.axes}: {begun}"
+        found.append(Proof(f"resumed at {defined.step}", shown, equal=False))
+    return found
 
 
 def precision_proof(
@@ -264,7 +270,8 @@ def _resumed(
         elif checkpoint_path(begin / CHECKPOINTS, step).exists():
             again = train_in(on, whole.parent / note, begin)
             away = defined.runs_nearby(part)
-            found.append(defined_proof(what, again, _written(on, wanted), step, of, away))
+            given = again, _written(on, wanted), step, of, away, bool(defined.codec)
+            found.append(defined_proof(what, *given))
     return found
 
 
@@ -297,4 +304,6 @@ def _exercised(run: RunConfig, wanted: Trajectory, full: RunConfig) -> list[Proo
         names = [key for line in wanted.validations.values() for key in line if key != "val_loss"]
         shown += "".join(f", {name}" for name in dict.fromkeys(names))
         found.append(Proof("validated", shown))
+    if wanted.best is not None:
+        found.append(Proof("best", f"the checkpoint of step {wanted.best[0]}, which is saved"))
     return found

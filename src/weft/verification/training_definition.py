@@ -70,18 +70,14 @@ class TrainingDefinition:
         return self.run.checkpoint.every
 
     def runs_nearby(self, part: str) -> Callable[[], list[Trajectory]] | None:
-        """`nearby`, where a codec makes rounding grow."""
-        if self.nearby is None or not self.codec:
-            return None
-        return partial(self.nearby, part)
+        """`nearby` of this part."""
+        return None if self.nearby is None else partial(self.nearby, part)
 
     def runs_in_order(
         self, orders: list[UpdateOrder], begun: ServedState | None
     ) -> Callable[[], list[Trajectory]] | None:
         """The same in the order of asynchronous servers."""
-        if self.in_order is None or not self.codec:
-            return None
-        return partial(self.in_order.nearby, orders, begun)
+        return None if self.in_order is None else partial(self.in_order.nearby, orders, begun)
 
 
 @dataclass(frozen=True)
@@ -195,6 +191,10 @@ def short_run(run: RunConfig) -> RunConfig:
         "eval_batches": min(t.eval_batches, MOST_BATCHES) if t.eval_every else 0,
         "log_every": 1,
         "sample_tokens": 0,
+        # which tell others of the run, end it or change it
+        "callbacks": (),
+        "loggers": (),
+        "profile": None,
     }
     save = {"every": _saved_every(run), "keep": steps, "keep_every": 0, "restarts": 0}
     update = {"train": t.model_copy(update=train)}
@@ -282,7 +282,8 @@ class _OneDevice:
         trainees = trainees_of(
             case, plans, self.validation, self._in_microbatches, self.metrics, self.seed
         )
-        found = train_plainly(trainees.each, rules, rates, every, trainees.exchange)
+        best = self.run.checkpoint.keep_best
+        found = train_plainly(trainees.each, rules, rates, every, trainees.exchange, best)
         broken = (*trainees.broken, *case.faults())
         return replace(found, broken=broken, bounds=bounds_of(self.plan))
 

@@ -47,7 +47,8 @@ class Trajectory:
     in the order in which steps were taken. `final`: weights, buffers, optimizer state. `noise`:
     which elements of weights have gradients that are rounding alone. `broken`: laws that what was
     drawn breaks, or the division of samples or of weights among replicas. `bounds`: within which a
-    run is equal to it.
+    run is equal to it. `best`: the step of the best checkpoint, and its validation loss;
+    `saved`: of which steps there are checkpoints.
     """
 
     lines: dict[int, Line] = field(default_factory=dict)
@@ -65,6 +66,8 @@ class Trajectory:
     noise: dict[str, Tensor] = field(default_factory=dict)
     broken: tuple[str, ...] = ()
     bounds: Bounds = field(default_factory=Bounds)
+    best: tuple[int, float] | None = None
+    saved: tuple[int, ...] = ()
 
     def go_back(self, step: int) -> None:
         """Forget the steps after this one."""
@@ -83,6 +86,14 @@ class Trajectory:
             if rules.clip is not None or rules.skip is not None:
                 line["grad_norm"] = taken.norm
         self.lines[step] = line
+
+    def improves(self, step: int) -> bool:
+        """Whether the validation after this step, if there is one, is the best so far."""
+        loss = self.validations.get(step, {}).get("val_loss", inf)
+        if self.best is not None and loss >= self.best[1]:
+            return False
+        self.best = (step, loss) if loss < inf else None
+        return self.best is not None
 
     @property
     def skipped(self) -> int:
@@ -107,6 +118,7 @@ class _State:
     norms: list[float]
     losses: list[float]
     coded: list[tuple[GradientExchange, float | None]]  # what codecs keep
+    best: tuple[int, float] | None = None
 
 
 class Taken(NamedTuple):
@@ -197,6 +209,7 @@ def train_plainly(
     rates: Callable[[int], float],
     save_every: int,
     exchange: PlainReplicas | None = None,
+    keep_best: bool = False,
 ) -> Trajectory:
     """Train on this process alone. What is returned is of the first trainee.
 
@@ -207,6 +220,7 @@ def train_plainly(
         rates: the factor of the learning rate of each step.
         save_every: steps between checkpoints, to which a run goes back.
         exchange: of weights between replicas.
+        keep_best: it saves the checkpoint of the lowest validation loss, too.
 
     Raises:
         GivesUp: The run goes back to one checkpoint too often.
@@ -239,6 +253,7 @@ def train_plainly(
                 step, first.norms, losses = back, [*state.norms], [*state.losses]
                 _restore(first, state)
                 averages.values = {**state.averages}
+                found.best = state.best
                 found.go_back(back)
                 continue
             losses.append(loss)
@@ -251,8 +266,10 @@ def train_plainly(
         if validates(rules, step):
             with averages.in_place() if rules.ema is not None else nullcontext():
                 found.validations[step] = validation_of(trainees)
-        if step % save_every == 0 and not last:
-            kept, times_back = (step, _state_of(first, averages, losses)), 0
+        better = keep_best and found.improves(step)
+        if better or last or step % save_every == 0:
+            found.saved = (*found.saved, step)
+            kept, times_back = (step, _state_of(first, averages, losses, found.best)), 0
     found.final = final_state(run.model, [run.optimizer], run.params)
     found.final |= averages.state() if rules.ema is not None else {}
     if exchange is not None:
@@ -285,12 +302,17 @@ def validation_of(trainees: Sequence[Trainee]) -> Line:
     return found
 
 
-def _state_of(trainee: Trainee, averages: PlainAverages, losses: list[float]) -> _State:
+def _state_of(
+    trainee: Trainee,
+    averages: PlainAverages,
+    losses: list[float],
+    best: tuple[int, float] | None,
+) -> _State:
     run = trainee.run
     tensors, optimizer = run.model.state_dict(), run.optimizer.state_dict()
     kept = copy.deepcopy(tensors), copy.deepcopy(optimizer), {**averages.values}
     coded = [each.kept() for each in trainee.codecs]
-    return _State(*kept, [*trainee.norms], [*losses], coded)
+    return _State(*kept, [*trainee.norms], [*losses], coded, best)
 
 
 def _restore(trainee: Trainee, state: _State) -> None:

@@ -13,7 +13,7 @@ CODEC_WARMUP = 8  # steps, at most, of a short run
 
 def on_cpus(run: RunConfig) -> RunConfig:
     """The run without what GPUs alone do: verify computes on CPUs."""
-    without = {"async_tp": False, "offload_activations": False}
+    without = {"async_tp": False, "offload_activations": False, "memory_snapshot": None}
     return run.model_copy(update={"train": run.train.model_copy(update=without)})
 
 

@@ -135,8 +135,9 @@ class Together:
 
     @property
     def state(self) -> Mapping[nn.Parameter, dict[str, Any]]:
-        """What each parameter's optimizer keeps of it."""
-        return {p: kept for part in self.parts for p, kept in part.state.items()}
+        """What each parameter's optimizer keeps of it, to be changed in place."""
+        groups = [(part, group) for part in self.parts for group in part.param_groups]
+        return {p: part.state[p] for part, group in groups for p in group["params"]}
 
     def step(self) -> None:
         for part in self.parts:

@@ -71,7 +71,7 @@ class PlainServer:
         with _numbers_in(self._dtype):
             self.optimizer = plain_optimizer(optimizer, list(self.params.items()))
         for name, state in begun.state.items():
-            self.optimizer.state[self.params[name]] = copy.deepcopy(state)
+            self.optimizer.state[self.params[name]].update(copy.deepcopy(state))
         self._rates = [group["lr"] / workers for group in self.optimizer.param_groups]
         self._factor = factor
         self._order, self._next, self._sent = order, 0, sent
