@@ -22,7 +22,7 @@ from weft._torch.compiler import CompileCounts, CompileLog
 from weft._torch.modes import dispatch_modes, function_modes
 from weft.core import CompileOptions, ConfigError, UnsupportedModel
 from weft.engine.module_trail import ModuleTrail
-from weft.nn import may_drop, may_route
+from weft.nn import may_drop, may_route, with_loss
 from weft.nn.losses import classification, mse, next_token
 from weft.nn.models import decoder
 from weft.verification.case import Case
@@ -161,6 +161,27 @@ def test_experts_stand_between_graphs(pool: Any, kind: str, layout: str) -> None
 def test_inductor_equals_one_device(pool: Any, name: str, layout: str) -> None:
     found = check(pool, MODELS[name], layout, "inductor", steps=3).compiled
     assert found is not None and found.breaks == found.recompilations == 0
+
+
+def add_small(x: Tensor) -> Tensor:
+    return with_loss(x, 1e-3 * x.square().mean())
+
+
+class AddsByAHelper(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.added(x)
+
+    def added(self, x: Tensor) -> Tensor:
+        return add_small(x)
+
+
+class AddsByAnAttribute(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.add = with_loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.add(x, x.square().mean())
 
 
 def test_bf16_is_compiled_too(pool: Any) -> None:
@@ -329,6 +350,7 @@ def test_what_may_drop_is_told_from_the_model() -> None:
     assert may_drop(Probability(0.1)) and not may_drop(Probability(0.0))
     assert may_drop(transformer("gpt2")) and not may_drop(transformer("llama"))
     assert may_route(decoder(experts=4)) and not may_route(decoder())
+    assert may_route(AddsByAHelper()) and may_route(AddsByAnAttribute())
 
 
 # ---- what its user compiled ----------------------------------------------------------------------

@@ -58,9 +58,15 @@ def may_drop(model: nn.Module) -> bool:
 
 
 def may_route(model: nn.Module) -> bool:
-    """Whether a module's code calls `weft.nn`'s routing over all tokens."""
+    """Whether a module's code, or a function that it calls by name or has as an attribute, calls
+    `weft.nn`'s routing over all tokens."""
     kinds = {type(module) for module in model.modules()}
-    return any(_names_in_code(kind) & _ROUTING_NAMES for kind in kinds)  # type: ignore[arg-type]
+    held = (f for m in model.modules() for f in vars(m).values() if isinstance(f, FunctionType))
+    names = {name for f in held for name in (f.__name__, *_names_in_function(f))}
+    return bool(names & _ROUTING_NAMES) or any(
+        _names_in_code(kind, True) & _ROUTING_NAMES  # type: ignore[arg-type]
+        for kind in kinds
+    )
 
 
 def _is_probability(name: str, value: Any) -> bool:
@@ -69,8 +75,9 @@ def _is_probability(name: str, value: Any) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _names_in_code(cls: Hashable) -> frozenset[str]:
-    """All names that a class's forward uses, and the class's methods that it calls."""
+def _names_in_code(cls: Hashable, functions: bool = False) -> frozenset[str]:
+    """All names that a class's forward uses, and the class's methods that it calls. `functions`:
+    and functions of its package that these call."""
     found: set[str] = set()
     todo, seen = ["forward"], {"forward"}
     while todo:
@@ -81,10 +88,32 @@ def _names_in_code(cls: Hashable) -> frozenset[str]:
         if isinstance(method, FunctionType):
             names = {name for code in _codes(method.__code__) for name in code.co_names}
             found |= names
+            if functions:
+                found |= _names_in_function(method)
             own = {name for name in names - seen if hasattr(cls, name)}
             todo += own
             seen |= own
     return frozenset(found)
+
+
+@lru_cache(maxsize=4096)
+def _names_in_function(function: FunctionType) -> frozenset[str]:
+    """All names that a function uses, and the functions of its own package that it calls."""
+    found: set[str] = set()
+    todo, seen = [function], {function}
+    while todo:
+        each = todo.pop()
+        names = {name for code in _codes(each.__code__) for name in code.co_names}
+        found |= names
+        for one in [each.__globals__.get(name) for name in names]:
+            if isinstance(one, FunctionType) and _package(one) == _package(function):
+                todo += [] if one in seen else [one]
+                seen.add(one)
+    return frozenset(found)
+
+
+def _package(function: FunctionType) -> str:
+    return (function.__module__ or "").partition(".")[0]
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
