@@ -143,12 +143,13 @@ QUESTIONS = [
         ("RuntimeError: DataLoader worker (pid 2721) is killed by signal: Bus error. It is "
          "possible that dataloader's workers are out of shared memory. Please try to raise your "
          "shared memory limit.", FAQ, "dataloader-worker", "`docker run --shm-size=8g`"),
-        ("CUDA memory reserved much higher than allocated, fragmentation", FAQ, "cuda-out-of-memory",
-         "expandable_segments:True"),
+        ("CUDA memory reserved much higher than allocated, fragmentation", FAQ,
+         "cuda-out-of-memory", "expandable_segments:True"),
         ("number of attention heads not divisible by tensor parallel size", FAQ, "will-tp",
          "must divide the number of attention heads"),
-        ("global batch size = micro batch size x gradient accumulation x GPUs, does tensor parallel "
-         "count", FAQ, "what-is-a-microbatch", "do not count, as they work on the same samples"),
+        ("global batch size = micro batch size x gradient accumulation x GPUs, does tensor "
+         "parallel count", FAQ, "what-is-a-microbatch",
+         "do not count, as they work on the same samples"),
         ("debug distributed training with pdb breakpoint", FAQ, "how-do-i-use-a-debugger",
          "`torch.distributed.breakpoint(0)`"),
         ("RuntimeError: aten.mul.Tensor: got mixed torch.Tensor and DTensor, need to convert all "
