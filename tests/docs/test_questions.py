@@ -143,6 +143,31 @@ QUESTIONS = [
         ("RuntimeError: DataLoader worker (pid 2721) is killed by signal: Bus error. It is "
          "possible that dataloader's workers are out of shared memory. Please try to raise your "
          "shared memory limit.", FAQ, "dataloader-worker", "`docker run --shm-size=8g`"),
+        ("CUDA memory reserved much higher than allocated, fragmentation", FAQ,
+         "cuda-out-of-memory", "expandable_segments:True"),
+        ("number of attention heads not divisible by tensor parallel size", FAQ, "will-tp",
+         "must divide the number of attention heads"),
+        ("global batch size = micro batch size x gradient accumulation x GPUs, does tensor "
+         "parallel count", FAQ, "what-is-a-microbatch",
+         "do not count, as they work on the same samples"),
+        ("debug distributed training with pdb breakpoint", FAQ, "how-do-i-use-a-debugger",
+         "`torch.distributed.breakpoint(0)`"),
+        ("RuntimeError: aten.mul.Tensor: got mixed torch.Tensor and DTensor, need to convert all "
+         "torch.Tensor to DTensor before calling distributed operators!", FAQ, "got-mixed",
+         "a forward reads a parameter of another module"),
+        ("RuntimeError: CUDA error: device-side assert triggered CUDA kernel errors might be "
+         "asynchronously reported at some other API call, so the stacktrace below might be "
+         "incorrect. For debugging consider passing CUDA_LAUNCH_BLOCKING=1.", FAQ,
+         "cuda-error-device-side", "an index out of range"),
+        ("RuntimeError: one of the variables needed for gradient computation has been modified by "
+         "an inplace operation: [torch.cuda.FloatTensor [64]] is at version 4; expected version 3 "
+         "instead. Hint: enable anomaly detection", FAQ, "modified-by-an-inplace",
+         "`broadcast_buffers=False`"),
+        ("ValueError: Default process group has not been initialized, please make sure to call "
+         "init_process_group.", FAQ, "default-process-group", "is started by torchrun"),
+        ("why does the loss jump after resuming", FAQ, "why-does-the-loss-jump",
+         "Because something was not restored"),
+        ("恢复训练后 loss 跳变 数据顺序", FAQ, "why-does-the-loss-jump", "有些东西没有恢复"),
         ("为什么 DDP 的损失和单卡不一样", FAQ, "why-is-my-ddp-loss", "只是自己那部分样本的均值"),
         ("多卡训练 loss 和单卡不一致", FAQ, "why-is-my-ddp-loss", "只是自己那部分样本的均值"),
         ("ZeRO-2 8 卡 Adam 占多少显存", FAQ, "how-much-memory-does-adam", "其中 Adam 占 8 GB"),
