@@ -52,7 +52,7 @@ def test_a_pipeline_trains_with_its_delays(tmp_path: Path, layout: str, versions
     proofs = {proof.what: proof.shown for proof in result.proofs}
     told = f"pipedream, versions {versions}, 2 stages, by their own definition"
     assert proofs["delayed weights"] == told
-    assert proofs["learning rate"] == "3 steps of warm-up, cosine"
+    assert proofs["learning rate"] == "60 steps of warm-up, cosine"
     assert proofs["validated"] == "4 times, 3 batches each"
     resumed = [proof.shown.split(":")[0] for proof in result.proofs if "resumed" in proof.what]
     assert resumed == ["bit for bit", "on dp1", "from dp1"]

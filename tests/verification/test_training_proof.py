@@ -216,8 +216,8 @@ def test_all_of_it_happens(defined: list[TrainingDefinition], tmp_path: Path, la
         assert all(proof.equal for proof in proofs), proofs
         told = [proof.what for proof in proofs]
         assert told.count(f"resumed at {each.step}") == 3
-        later = f"resumed at {each.trajectory.back_at + each.step}"
-        assert (later in told) == (each.trajectory.taken_back > 0)
+        if each.trajectory.taken_back:
+            assert f"resumed at {each.trajectory.back_at + each.step}" in told
         assert len(each.trajectory.validations) == 6
     with_skip, with_rollback = (each.trajectory.happened for each in defined)
     assert with_skip == {"clip", "skip"}

@@ -49,7 +49,7 @@ def test_workers_train_as_one_device_does(tmp_path: Path) -> None:
     assert result.text().startswith("dp1, workers storage, big, as weft train runs it: equal")
     assert result.happened == ("clip", "rollback", "skip")
     resumed = [proof.shown.split(":")[0] for proof in result.proofs if "resumed" in proof.what]
-    assert resumed == ["bit for bit", "bit for bit", "on dp1", "from dp1"]
+    assert resumed == ["bit for bit", "bit for bit", "bit for bit", "on dp1", "from dp1"]
     assert result.proofs[-1].what == "in bf16" and "bit for bit" in result.proofs[-1].shown
 
 
