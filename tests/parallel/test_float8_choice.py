@@ -38,6 +38,9 @@ class Gated(nn.Module):
         self.own = Shifted(32, 32)
         self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
 
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
 
 class Shifted(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
