@@ -6,7 +6,6 @@ Every rank runs the whole model on the same samples, with the weights of one blo
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from math import sqrt
 
 import torch
@@ -23,7 +22,7 @@ from .microbatch import Batch, MicroBatch
 from .own_gradients import find_own_gradient
 from .training_modes import training_modes
 from .trial_run import TrialRun
-from .trial_ways import TrialWay, positions_of, trial_ways
+from .trial_ways import TrialWay, positions_of, trial_ways, undivided
 
 PRECISIONS = ("fp64", "fp32")  # in others a small gradient may become zero
 
@@ -88,18 +87,7 @@ class BackwardTrial:
 
     def _run(self, way: TrialWay, held: Mapping[str, LocalShard], scale: float) -> TrialRun:
         """The whole model in training mode."""
-        alone = replace(
-            self._plan,
-            steps=(),
-            heads=(),
-            batchnorms=(),
-            staging=None,
-            staged=None,
-            sync=None,
-            precision=way.precision,
-            reduce="fp32",
-            float8=None,
-        )
+        alone = undivided(self._plan, way.precision)
         model = copy_without_weights(self._model)
         for name, module in model.named_modules():
             module.training = self._modes[name]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -24,7 +23,7 @@ from .microbatch import Batch
 from .mixed_samples import Mixing, SamplePair, Seen, mixing_error
 from .sharding_trial import ShardingTrial
 from .trial_run import TrialRun
-from .trial_ways import TrialWay, trial_ways
+from .trial_ways import TrialWay, trial_ways, undivided
 
 # relative; what computes with fewer digits is not looked at. In fp64 a model may compute its norms
 # in float32, which is within 1e-6
@@ -84,18 +83,7 @@ class SampleTrial:
 
     def _find(self, way: TrialWay, held: dict[str, LocalShard]) -> Mixing | None:
         plan, model = self._plan, copy_without_weights(self._model).eval()
-        alone = replace(
-            plan,
-            steps=(),
-            heads=(),
-            batchnorms=(),
-            staging=None,
-            staged=None,
-            sync=None,
-            precision=way.precision,
-            reduce="fp32",
-            float8=None,
-        )
+        alone = undivided(plan, way.precision)
         parallelize(alone, model, self._mesh, self._sequence.randomness)
         run = TrialRun(model, alone, self._mesh, way.precision, held)
         dtype = DTYPES[way.precision]

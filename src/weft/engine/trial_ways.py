@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -50,6 +50,22 @@ def trial_ways(
             yield TrialWay(precision, short)
     if short is not sample:
         yield TrialWay(own, sample)
+
+
+def undivided(plan: Plan, precision: str) -> Plan:
+    """The plan of a model that runs whole, in this precision."""
+    return replace(
+        plan,
+        steps=(),
+        heads=(),
+        batchnorms=(),
+        staging=None,
+        staged=None,
+        sync=None,
+        precision=precision,
+        reduce="fp32",
+        float8=None,
+    )
 
 
 def positions_of(sequence: ContextParallel, sample: Batch) -> int:
