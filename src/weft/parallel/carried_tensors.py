@@ -17,6 +17,7 @@ from weft._torch.trees import tree_leaves
 from weft.core import Step, UnsupportedModel
 from weft.nn import module_calls
 
+from .direct_forward import call_forwards_with_hooks
 from .plan_request import PlanRequest
 from .without_elements import copy_without_elements, without_elements
 
@@ -32,6 +33,7 @@ def check_carried_tensors(request: PlanRequest, steps: Iterable[Step]) -> None:
         return
     mode = fake_mode()
     model = copy_without_elements(request.model, mode)
+    call_forwards_with_hooks(model)  # as the model that is laid out does
     for p in model.parameters():
         p.requires_grad_(p.is_floating_point() or p.is_complex())
     carried = _Carried(model, units)

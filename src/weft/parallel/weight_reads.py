@@ -18,6 +18,7 @@ from weft.nn import Chain, Roles, callable_blocks, chain_module, module_calls
 from weft.pipeline import tensors_read
 
 from .axes import FEATURE_AXES, VOCABULARY_AXES
+from .direct_forward import call_forwards_with_hooks
 from .plan_request import PlanRequest
 from .without_elements import copy_without_elements, without_elements
 
@@ -128,6 +129,7 @@ def _read_elsewhere(request: PlanRequest, owned: Iterable[tuple[str, str]]) -> d
     forward does not run without elements. `owned`: each weight with its module."""
     mode = fake_mode()
     model = copy_without_elements(request.model, mode)
+    call_forwards_with_hooks(model)  # as the model that is laid out does
     holders: dict[int, list[str]] = {}
     for name, owner in owned:
         module, _, leaf = name.rpartition(".")
