@@ -3,10 +3,16 @@ it."""
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
+import pytest
+from torch import Tensor
+
 from tests.run_files import TRAINED
-from weft.core import RunConfig, load_run
+from tests.verification.test_training_proof import Padded
+from weft.core import RunConfig, WeftError, load_run
 from weft.core.run_config import PrecisionConfig
 from weft.engine import StepResult
 from weft.train.callbacks import WatchedRun
@@ -53,3 +59,24 @@ def test_no_callback_is_called(tmp_path: Path) -> None:
     ]
     assert f"not checked: train.callbacks, which verify leaves out: {name}" in table
     assert "not checked: train.loggers, which verify leaves out: csv" in table
+
+
+class Stopped(Padded):
+    """Each of two ranks gets SIGTERM when it reads its twentieth sample."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self.reads += 1
+        if self.reads == 20 and os.environ.get("WORLD_SIZE") == "2":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().__getitem__(index)
+
+
+def test_a_signal_ends_it(tmp_path: Path) -> None:
+    """A run that saved and ended early is no difference from one device."""
+    path = tmp_path / "run.toml"
+    path.write_text(TRAINED.replace("test_training_proof:Padded", "test_short_runs:Stopped"))
+    (found,) = define_training(*deep_case(load_run(path)))
+    with pytest.raises(WeftError, match="stopped by a signal: the rest is not verified"):
+        training_proofs(found, "dp2", tmp_path)

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from weft.checkpoint import CHECKPOINTS, CheckpointReader, checkpoint_path, read_index, saved_steps
-from weft.core import DRIVER, METRICS, Refusal, RunConfig, WorkerDied
+from weft.core import DRIVER, METRICS, Refusal, RunConfig, WeftError, WorkerDied
 from weft.engine import AsyncServerReplicas, Float64Mode, Remote, UpdateOrder
 from weft.launch import run_replicas, run_workers
 from weft.train import build_sync, replica_ranks, train
@@ -42,7 +42,11 @@ def train_in(
     run: RunConfig, folder: Path, begin: Path | None = None, step: int | None = None
 ) -> TrainedRun | str:
     """Train in `folder`; from the checkpoint of this step of the run in `begin`, if that is given.
-    Default: its first one. What went wrong, in its place."""
+    Default: its first one. What went wrong, in its place.
+
+    Raises:
+        WeftError: a signal has stopped the run.
+    """
     step = step or run.checkpoint.every
     if begin is not None:
         # the first replica's is the run's; where they are apart, each other one has its own, unless
@@ -55,13 +59,17 @@ def train_in(
                 return f"has no checkpoint{whose} of step {step}"
             shutil.copytree(saved, folder / saved.relative_to(begin))
     try:
-        orders = _run_ranks(
+        ended = _run_ranks(
             run, _quietly, run.model_copy(update={"output": str(folder)}), bool(begin)
         )
     except Refusal as error:
         return f"is refused: {error}"
     except WorkerDied as error:
+        if error.stopped:
+            raise
         return f"does not run: {error.report.strip().splitlines()[-1]} (rank {error.rank})"
+    if any(left for _, left in ended):
+        raise WeftError("stopped by a signal: the rest is not verified")
     lines, seen = dict[int, dict[str, float]](), set[tuple[int, bool]]()
     for text in (folder / METRICS).read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
@@ -74,7 +82,7 @@ def train_in(
     with CheckpointReader(checkpoint_path(folder / CHECKPOINTS, contents.step), contents) as reader:
         tensors = {name: reader.read_tensor(name) for name in contents.tensors}
     steps = tuple(saved_steps(folder / CHECKPOINTS))
-    return TrainedRun(lines, tensors, contents.scalars, orders, steps)
+    return TrainedRun(lines, tensors, contents.scalars, [order for order, _ in ended], steps)
 
 
 def _numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
@@ -93,8 +101,9 @@ def _run_ranks(run: RunConfig, function: Callable[..., Any], *args: Any) -> list
     )
 
 
-def _quietly(run: RunConfig, resume: bool) -> UpdateOrder:
-    """What a parameter server of this process did, if it has one."""
+def _quietly(run: RunConfig, resume: bool) -> tuple[UpdateOrder, bool]:
+    """What a parameter server of this process did, if it has one; and whether a signal has stopped
+    the run before its last step."""
     order: UpdateOrder = []
     exact = run.precision.compute == "fp64"
     AsyncServerReplicas.order = order  # of the engine that this process makes
@@ -102,5 +111,5 @@ def _quietly(run: RunConfig, resume: bool) -> UpdateOrder:
     said = io.StringIO()
     mode = Float64Mode() if exact else contextlib.nullcontext()
     with mode, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        train(run, resume)
-    return order
+        left = train(run, resume)
+    return order, left
