@@ -80,6 +80,7 @@ def test_what_was_to_be_expected(tmp_path: Path, at: Path) -> None:
         ("NVIDIA GB300", "gb300"),
         ("NVIDIA B300 SXM6 AC", "b300"),
         ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA GH200 144G HBM3e", "gh200-144"),
         ("NVIDIA H20", "h20"),
         ("NVIDIA L40S", "l40s"),
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
