@@ -77,12 +77,13 @@ def saved_step(run: RunConfig) -> int | None:
 def train_here(run: RunConfig, resume: bool, trace: bool) -> bool:
     """Train in processes of this host; whether it was stopped before the last step. Raises Refusal,
     WeftError."""
-    _check_device(run, check_run(run), run.world)
+    (checked,) = check_run(run)
+    _check_device(run, [checked], run.world)
     with run_lock(run.output, make=not resume):
-        return _train_here(run, resume, trace)
+        return _train_here(run, resume, trace, checked)
 
 
-def _train_here(run: RunConfig, resume: bool, trace: bool) -> bool:
+def _train_here(run: RunConfig, resume: bool, trace: bool, checked: Plan) -> bool:
     names = (DRIVER, *run.workers) if run.workers else ()
     kept, set_aside = (
         partial(saved_step, run),
@@ -96,10 +97,11 @@ def _train_here(run: RunConfig, resume: bool, trace: bool) -> bool:
             quarantine_damaged(error, set_aside, kept)
     world, worlds, events = run.world, replica_ranks(run), RunEvents(Path(run.output))
     threads, backend = run.train.threads, _backend(run, world)
+    train_rank = partial(train_and_compare, checked=checked)
 
     def start_replicas(resume: bool) -> list:
         return run_replicas(
-            train_and_compare,
+            train_rank,
             worlds,
             run,
             resume,
@@ -112,7 +114,7 @@ def _train_here(run: RunConfig, resume: bool, trace: bool) -> bool:
 
     def start(resume: bool) -> list:
         return run_workers(
-            train_and_compare,
+            train_rank,
             world,
             run,
             resume,
@@ -153,15 +155,19 @@ def train_as_rank(run: RunConfig, resume: bool, trace: bool) -> bool:
     laid = run if ranks == run.world else shrink_to(run, ranks)
     if replica_ranks(laid) and ranks != run.world:
         raise _fixed_layout_error(run)
+    checked = None
     if not run.workers or rank == 0:  # workers need no data
-        _check_device(run, check_run(laid), local_world_size())
+        (checked,) = check_run(laid)
+        _check_device(run, [checked], local_world_size())
     again = AGENT in os.environ or restart_count() > 0
     lock = run_lock(run.output, make=not resume, patience_s=ENDS_S if again else 0.0)
     with lock if rank == 0 else nullcontext():
-        return _train_as_rank(run, laid, resume, trace, again)
+        return _train_as_rank(run, laid, resume, trace, again, checked)
 
 
-def _train_as_rank(run: RunConfig, laid: RunConfig, resume: bool, trace: bool, again: bool) -> bool:
+def _train_as_rank(
+    run: RunConfig, laid: RunConfig, resume: bool, trace: bool, again: bool, checked: Plan | None
+) -> bool:
     found = launched_rank()
     assert found is not None
     (rank, ranks, _), world, worlds = found, laid.world, replica_ranks(laid)
@@ -178,14 +184,16 @@ def _train_as_rank(run: RunConfig, laid: RunConfig, resume: bool, trace: bool, a
     threads, backend = run.train.threads, _backend(run, local_world_size())
     if worlds:
         with join_replica(backend, threads, worlds, run.train.hang_s):
-            return train_and_compare(run, resume, trace, again=again)
+            return train_and_compare(run, resume, trace, again=again, checked=checked)
     store = rendezvous_store()
     if rank >= world:
         return wait_as_spare(store, rank, ranks)
     try:
         noted = noted_failure(RunEvents(Path(run.output), writes=rank == 0))
         with join_world(backend, threads, world, store, run.train.hang_s), noted:
-            stopped = train_and_compare(laid, resume, trace, again=again, asked=run)
+            stopped = train_and_compare(
+                laid, resume, trace, again=again, asked=run, checked=checked
+            )
     except DamagedCheckpoint as error:
         if rank == 0:  # whoever starts the ranks anew finds the one before
             quarantine_damaged(

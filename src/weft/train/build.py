@@ -46,7 +46,7 @@ from weft.nn import (
     quantize_frozen,
     split_adapter_tensors,
 )
-from weft.parallel import STATE_AXES, PlanRequest, plan_from_request
+from weft.parallel import STATE_AXES, PlanRequest, plan_from_request, weights_of
 from weft.sync import make_sync
 
 from . import lr_schedule
@@ -158,14 +158,31 @@ def build_deferred(run: RunConfig, dtype: torch.dtype | None = None) -> nn.Modul
 
 
 def build_for_ranks(
-    run: RunConfig, sample: dict[str, Tensor], dtype: torch.dtype | None = None
+    run: RunConfig,
+    sample: dict[str, Tensor],
+    dtype: torch.dtype | None = None,
+    checked: Plan | None = None,
 ) -> tuple[nn.Module, Plan]:
     """The model that a rank trains, without weights where that is possible, and its plan, which
-    says so where it is not. Raises Refusal."""
+    says so where it is not.
+
+    Args:
+        run: The run.
+        sample: As of `sample_batch`.
+        dtype: As of `build_model`.
+        checked: The plan that `check_run` has made. It is made anew for stages, which are cut in
+            the forward of the very model, and for other weights.
+
+    Raises:
+        Refusal: The model cannot be built, or not be laid out so.
+    """
     reason = "the cut by measured time runs it" if run.pipeline.cut == "time" else ""
     if not (run.workers or reason):
         try:
             model = build_deferred(run, dtype)
+            same = checked is not None and checked.staging is None
+            if checked is not None and same and checked.weights == weights_of(model):
+                return model, checked
             return model, build_plan(run, model, sample)
         except Refusal as problem:  # the model with weights may do; if not, it says why
             reason = str(problem)

@@ -68,6 +68,7 @@ def train(
     again: bool = False,
     asked: RunConfig | None = None,
     compare: Compare | None = None,
+    checked: Plan | None = None,
 ) -> bool:
     """Train the run on every rank of its layout; rank 0 writes and prints.
 
@@ -81,6 +82,7 @@ def train(
         asked: The run as the user wrote it, if `run` is the same on fewer ranks.
         compare: Makes the last lines of the summary, such as the predicted time of a step beside
             the measured one.
+        checked: The plan that `check_run` has made of this run, which ranks need not make again.
 
     Returns:
         Whether steps are left to take.
@@ -92,7 +94,7 @@ def train(
     run, asked = build_data.count_steps(run), build_data.count_steps(asked or run)
     snapshot = MemorySnapshot(run.train.memory_snapshot, Path(run.output))
     with rpc_session((DRIVER, *run.workers)) if run.workers else nullcontext(), snapshot():
-        return _train(run, resume, trace, again, asked, compare, snapshot)
+        return _train(run, resume, trace, again, asked, compare, snapshot, checked)
 
 
 def _train(
@@ -103,6 +105,7 @@ def _train(
     asked: RunConfig,
     compare: Compare | None,
     snapshot: MemorySnapshot,
+    checked: Plan | None,
 ) -> bool:
     began, t, folder, company = time.perf_counter(), run.train, Path(run.output), replica_slot()
     before_bytes = peak_memory_bytes(torch.device("cpu"))
@@ -120,7 +123,7 @@ def _train(
             val = build_data.build_dataset(run, "val") if t.eval_every and reads else None
             text = text_coder(run, dataset) if t.sample_tokens and reads else None
             sample = build_data.sample_batch(run, dataset)
-            model, plan = build.build_for_ranks(run, sample, _weights_dtype(run))
+            model, plan = build.build_for_ranks(run, sample, _weights_dtype(run), checked)
         engine = _engine(run, model, plan, sample, company)
         average = None
         if t.ema is not None and isinstance(engine, Engine):
