@@ -5,7 +5,7 @@ Every rank runs the whole model on the same samples, with the weights of one blo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import sqrt
 
 import torch
@@ -57,25 +57,28 @@ class BackwardTrial:
             sample = broadcast_value(sample, 0, group)
         sample = {key: value.to(device) for key, value in sample.items()}
         found: UnsupportedModel | None = None
-        for way in trial_ways(self._model, self._plan, self._mesh, self._sequence, sample):
-            if way.precision not in PRECISIONS:
-                continue
+        tried = trial_ways(self._model, self._plan, self._mesh, self._sequence, sample)
+        ways = [way for way in tried if way.precision in PRECISIONS]
+        for way in ways:
             try:
-                found = self._find(way, held)
+                found = self._find(way, ways, held)
             except Exception:  # a kernel without this dtype, a backward that does not run here
                 continue
             break
         if found is not None:
             raise found
 
-    def _find(self, way: TrialWay, held: Mapping[str, LocalShard]) -> UnsupportedModel | None:
+    def _find(
+        self, way: TrialWay, ways: Sequence[TrialWay], held: Mapping[str, LocalShard]
+    ) -> UnsupportedModel | None:
+        quickest = min(ways, key=lambda each: DTYPES[each.precision].itemsize)  # to look for any
         arguments = model_arguments(self._sequence.inputs, way.sample)
         micro, length = MicroBatch(way.sample, arguments), positions_of(self._sequence, way.sample)
 
         def forward() -> None:
-            run = self._run(way, held, 1.0)
+            run = self._run(quickest, held, 1.0)
             with draws_seeded(run.model, self._mesh.device, 0):
-                run.output(arguments)
+                run.output(model_arguments(self._sequence.inputs, quickest.sample))
 
         def backward(scale: float) -> Mapping[str, Tensor]:
             run = self._run(way, held, scale)
