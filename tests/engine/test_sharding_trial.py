@@ -439,6 +439,7 @@ RIGHT: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32", "fp64"])
 @pytest.mark.parametrize(
     ("name", "layout"),

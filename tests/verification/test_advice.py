@@ -443,7 +443,7 @@ def test_followed(pool: Any, name: str) -> None:
     follow(pool, ADVICE[name])
 
 
-@pytest.mark.grid(6, ci=6)
+@pytest.mark.grid(3, ci=3)
 @pytest.mark.parametrize("name", OF_FAMILIES)
 def test_followed_in_a_family(pool: Any, name: str) -> None:
     pytest.importorskip("transformers")
@@ -540,7 +540,7 @@ def test_one_module_is_no_reason_to_refuse(pool: Any, name: str) -> None:
         assert "blocks.1.attention.out_proj.weight" in cut
 
 
-@pytest.mark.grid(8, ci=10)
+@pytest.mark.grid(4, ci=5)
 @pytest.mark.parametrize("name", DIVIDED)
 def test_a_family_needs_no_advice(pool: Any, name: str) -> None:
     pytest.importorskip("transformers")
