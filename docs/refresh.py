@@ -60,7 +60,7 @@ NOT_RUN = {
     r"^\./(quickstart|test)\.sh|^python (docs|benchmarks)/|^mkdocs|^tensorboard": "takes minutes",
     r"^weft calibrate": "measures the machine for minutes, or reads the reader's own runs",
     r"^(sbatch|kubectl|scancel|srun) ": "needs a cluster",
-    r" --nodes \S+ --rdzv ": "needs several hosts",
+    r" --nodes \S+ --rdzv |^torchrun --nnodes 2 ": "needs several hosts",
     r"^weft launch ray ": "needs Ray",
     r" --folder /data": "needs a folder at the root",
     r"^python tensorflow_0\.py": "needs TensorFlow",

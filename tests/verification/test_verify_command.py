@@ -178,3 +178,30 @@ def test_what_rounding_leaves_of_a_gradient_of_zero_is_no_difference() -> None:
     noise, zero = torch.full((4,), 2e-15), torch.zeros(4)  # beside gradients of norm 1
     assert tensor_error(noise, whole, zero, bounds.small) < bounds.gradient  # type: ignore[arg-type]
     assert tensor_error(noise * 1e3, whole, zero, bounds.small) > bounds.gradient  # type: ignore[arg-type]
+
+
+DRAWN = """
+import torch
+from torch import nn
+def whole(split="train"):
+    return torch.utils.data.StackDataset(input=drawn(), target=drawn()[:, :1])
+def drawn():
+    return torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+def rows(split="train"):
+    for x in drawn():
+        yield {"input": x, "target": torch.tensor([0.1])}
+def net():
+    return nn.Linear(4, 1)
+"""
+
+
+@pytest.mark.parametrize("data", ["whole", "rows"])
+def test_a_dataset_that_draws_its_samples(data: str, tmp_path: Path) -> None:
+    """By torch.randn, whose numbers in float64 are others than in float32."""
+    (tmp_path / f"drawn_{data}.py").write_text(DRAWN)
+    (tmp_path / "run.toml").write_text(
+        f'[model]\nbuild = "drawn_{data}:net"\n[data]\nbuild = "drawn_{data}:{data}"\n'
+        '[train]\nbatch = 8\nsteps = 2\nloss = "weft.losses:mse"\n[optimizer]\nlr = 0.1\n'
+    )
+    report = verify_layouts(run_config.load_run(tmp_path / "run.toml"), ["dp2"], 1, lambda _: None)
+    assert report.passed, report.text()

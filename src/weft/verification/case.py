@@ -83,7 +83,7 @@ class Case:
 
     def mode(self) -> AbstractContextManager[Any]:
         """Active where the model runs: what it casts to float32 stays float64."""
-        return Float64Mode() if self.precision == "fp64" else nullcontext()
+        return mode_of(self.precision)
 
     def lay(self, model: nn.Module, layout: str) -> Plan:
         """`plan`, of a model which may have to run for it."""
@@ -101,6 +101,11 @@ class Case:
             return self.batch_of(step, 0, 1)
         found = self.whole_batch(step)
         return to_float64(found) if self.precision == "fp64" else found
+
+
+def mode_of(precision: str) -> AbstractContextManager[Any]:
+    """Active where a run that is verified in this precision makes tensors."""
+    return Float64Mode() if precision == "fp64" else nullcontext()
 
 
 def to_float64(batch: Mapping[str, Any]) -> Batch:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from weft.core import OFF, Plan, Refusal, RunConfig, emulate_float8
-from weft.engine import Float64Mode, Loss, OptimizerFactory
+from weft.engine import Loss, OptimizerFactory
 from weft.train import (
     AnyLoader,
     Dataset,
@@ -33,7 +35,7 @@ from weft.train import (
     with_layout,
 )
 
-from .case import Batch, Case
+from .case import Batch, Case, mode_of
 from .difference import SGD_LR
 from .layout_result import LayoutResult
 from .plain.given_options import option_faults
@@ -168,7 +170,8 @@ def _plan(run: RunConfig, batches: _Batches, model: nn.Module, layout: str) -> P
 
 @dataclass
 class _Batches:
-    """The batches that training would take, from the loader that training uses."""
+    """The batches that training would take, from the loader that training uses. Samples are made
+    as a run in this precision makes them, so that every process draws the same ones."""
 
     run: RunConfig
     split: str = "train"
@@ -177,32 +180,38 @@ class _Batches:
 
     def held(self) -> Dataset | Stream:
         if self.dataset is None:
-            self.dataset = build_dataset(self.run, self.split)
+            with self._mode():
+                self.dataset = build_dataset(self.run, self.split)
         return self.dataset
 
     def __call__(self, step: int, data_rank: int, data_size: int) -> Batch:
         loader = self._loader(data_rank, data_size)
         loader.step = step
-        return next(loader)
+        with self._mode():
+            return next(loader)
 
     def whole(self, step: int) -> Batch:
         """The samples of a step, read one by one."""
         held, train = self.held(), self.run.train
         collate = build_collate(self.run)
-        if not isinstance(held, Stream):
-            return whole_batch_of(held, self._order()(step), collate)
-        places = partial(shuffled_places, train.seed)
-        items = streamed_batch_of(held.read, step, train.batch, self._buffer, places)
-        return whole_batch_of([held.sample(item) for item in items], range(train.batch), collate)
+        with self._mode():
+            if not isinstance(held, Stream):
+                return whole_batch_of(held, self._order()(step), collate)
+            places = partial(shuffled_places, train.seed)
+            items = streamed_batch_of(held.read, step, train.batch, self._buffer, places)
+            samples = [held.sample(item) for item in items]
+            return whole_batch_of(samples, range(train.batch), collate)
 
     def of_one_pass(self, most: int) -> list[Batch]:
-        """The whole batches of a pass, at most so many, drawn as a run in float64 draws them."""
+        """The whole batches of a pass, at most so many."""
         if not most:
             return []
-        with Float64Mode():
-            held, batch = self.held(), self.run.train.batch
-            count = sum(1 for _ in held.read(0)) if isinstance(held, Stream) else len(held)
-            return [self.whole(step) for step in range(min(most, count // batch))]
+        held, batch = self.held(), self.run.train.batch
+        count = sum(1 for _ in held.read(0)) if isinstance(held, Stream) else len(held)
+        return [self.whole(step) for step in range(min(most, count // batch))]
+
+    def _mode(self) -> AbstractContextManager[Any]:
+        return mode_of(self.run.precision.compute)
 
     @property
     def _buffer(self) -> int:
