@@ -254,15 +254,13 @@ class FunctionOverrides(TorchFunctionMode):
 
     def _draw(self, func: Callable, args: tuple, kwargs: dict) -> Tensor:
         """Random numbers that are the same on every layout."""
-        site, samples, part = self._site(func.__name__), len(self.randomness.samples), count()
+        site, part = self._site(func.__name__), count()
 
         def uniform(shape: torch.Size, device: torch.device, alike: bool) -> Tensor:
-            whole, length = self.randomness.has_one_for_all(shape, alike), shape[0] if shape else 0
-            several = samples and length and length % samples == 0
-            unclear = several and (length > samples or shape == (1,))
-            unclear = self.randomness.may_share(shape) if alike else unclear
-            self._check_samples(f"torch.{func.__name__}", shape, bool(unclear))
-            return self.randomness.uniform(shape, site, device, whole, next(part))
+            dim = self.randomness.drawn_dim(shape, alike)
+            unclear = self.randomness.is_unclear(shape, alike)
+            self._check_samples(f"torch.{func.__name__}", shape, unclear)
+            return self.randomness.uniform(shape, site, device, dim, next(part))
 
         return DRAWS[func](Draws(uniform), *args, **kwargs)
 

@@ -214,8 +214,8 @@ class PlainFunctions(TorchFunctionMode):
         site, part = self._site(func.__name__), count()
 
         def uniform(shape: torch.Size, device: torch.device, alike: bool) -> Tensor:
-            whole = self.randomness.has_one_for_all(shape, alike)
-            return self.randomness.uniform(shape, site, device, whole, next(part))
+            dim = self.randomness.drawn_dim(shape, alike)
+            return self.randomness.uniform(shape, site, device, dim, next(part))
 
         found = DRAWS[func](Draws(uniform), *args, **kwargs)
         name = f"torch.{func.__name__} {self._name()}"
