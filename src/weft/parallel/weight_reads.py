@@ -120,7 +120,8 @@ def check_named_units(request: PlanRequest, steps: Iterable[Step]) -> None:
     if request.sample is None or not isinstance(request.fsdp_units, tuple):
         return
     units = [s for s in steps if s.gather is not None and s.module]
-    read = _read_elsewhere(request, [(p.name, s.module) for s in units for p in s.params])
+    owned = [(p.name, s.module) for s in units for p in s.params]
+    read = _read_elsewhere(request, owned, again=True)
     for unit, reader in read.items():
         problem = f"its weights are read by {reader}, which runs outside of it"
         fix = "leave it out, or name "
