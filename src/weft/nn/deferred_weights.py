@@ -51,7 +51,7 @@ class DeferredWeights:
     @property
     def computed_by(self) -> tuple[str, ...]:
         """The operators whose results `build` read while it ran, as `linalg_lstsq`."""
-        return self._recording.computed_by
+        return tuple(dict.fromkeys(self._recording.computed.values()))
 
     def fill(self, shards: Iterable[LocalShard]) -> None:
         """Write initial values into these shards, in place. Draws all weights up to the last one

@@ -170,7 +170,7 @@ class Randomness:
         if sharded is not None:
             whole[sharded] *= self.size
         found = dims_of_samples(self.dropped.by_sample, whole, self.samples.shape[0])
-        return {each[0] for each in found if each is not None}
+        return {each[0] for each in found if each}
 
     def _coordinates(
         self,
@@ -251,24 +251,14 @@ class Randomness:
             dim = self.sample_dim(shape)
             shared = not shape[dim] or shape[dim] % max(1, samples) or self.all_share(shape)
             return None if shared else dim
-        known = dims_of_samples(self.dropped.written, shape, samples)
-        if len(known) == 1:
-            found = next(iter(known))
-            return found[0] if found is not None and found[1] == 1 else None
-        return 0 if shape[0] and shape[0] == samples else None
+        return self.dropped.dim_of_written(shape, samples)
 
     def is_unclear(self, shape: torch.Size, alike: bool) -> bool:
         """Whether nothing says if each sample has random numbers of its own in this shape. `alike`:
         as of `drawn_dim`."""
-        samples, length = len(self.samples), shape[0] if shape else 0
         if alike:
             return self.may_share(shape)
-        known = dims_of_samples(self.dropped.written, shape, samples)
-        if len(known) == 1:
-            found = next(iter(known))
-            return found is not None and found[1] > 1
-        several = samples and length and length % samples == 0
-        return len(known) > 1 or bool(several and (length > samples or shape == (1,)))
+        return self.dropped.is_written_unclear(shape, len(self.samples))
 
     def may_share(self, shape: torch.Size) -> bool:
         """Whether samples share one tensor of this shape, and another counts samples in it; or two

@@ -79,7 +79,7 @@ class InitRecording(TorchDispatchMode):
         self._sources: dict[int, torch.UntypedStorage] = {}  # the storages of real tensors
         self._versions: Counter[int] = Counter()  # of tensors, after the last write by storage
         self._constants: dict[int, Tensor] = {}  # real tensors that joined in: bytes of the storage
-        self._computed: dict[int, str] = {}  # constants that an operator made of elements -> which
+        self.computed: dict[int, str] = {}  # constants that an operator made of elements -> which
         self._generators: list[RecordedGenerator] = []
         self._marks: dict[bytes, tuple[int, int]] = {}  # a state -> the draw that left it behind
         self._stored: dict[int, FileTensor] = {}
@@ -120,7 +120,7 @@ class InitRecording(TorchDispatchMode):
         except NEEDS_ELEMENTS:  # Python goes on with what the elements are
             out = tree_map(self._joined, self._on_real_tensors(func, *specs))
             made = {self.spec(tensor).storage for tensor in tree_leaves(out, Tensor)}
-            self._computed |= dict.fromkeys(made, func.overloadpacket.__name__)
+            self.computed |= dict.fromkeys(made, func.overloadpacket.__name__)
             return out
         if not any(t.is_meta for t in tree_leaves(out, Tensor)):  # these never get elements
             self._record(func, specs, args, kwargs, out)
@@ -259,16 +259,11 @@ class InitRecording(TorchDispatchMode):
                 seen.update(b"" if isinstance(state, tuple) else state.numpy().tobytes())
         for number, constant in self._constants.items():
             content = f"constant {number}".encode() + constant.cpu().numpy().tobytes()
-            (computed if number in self._computed else seen).update(content)
+            (computed if number in self.computed else seen).update(content)
         for number, file in self._stored.items():
             name = f"{file.file.name} {file.start} {file.shape} {file.dtype}"
             seen.update(f"file {number} {name}".encode())
         return seen.digest(), computed.digest()
-
-    @property
-    def computed_by(self) -> tuple[str, ...]:
-        """The operators whose results `build` read."""
-        return tuple(dict.fromkeys(self._computed.values()))
 
     def check_writes(self, tensor: Tensor) -> None:
         """Refuse a tensor that was written to unseen, as from another thread."""
