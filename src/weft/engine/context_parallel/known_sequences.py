@@ -171,7 +171,7 @@ class KnownSequences:
         part = func(*args, **kwargs)
         if not any(True for _ in tensors_of(part)):
             return part
-        if self._goes_on(func, part, tensors):
+        if self._goes_on(func, part, tensors, counted):
             try:
                 whole = func(*wholes(args), **wholes(kwargs))
             except _NO_WHOLE:
@@ -275,10 +275,13 @@ class KnownSequences:
             return whole
         return self._joined(whole.new_empty(here[0]), whole)
 
-    def _goes_on(self, func: Callable[..., Any], part: Any, tensors: list[Tensor]) -> bool:
+    def _goes_on(
+        self, func: Callable[..., Any], part: Any, tensors: list[Tensor], counted: bool
+    ) -> bool:
         """Whether all arguments of a function are known for all positions. A weight beside them is
         the same on all ranks: it goes on where it is sliced, added and the like, or looked up for
-        pairs. Tokens are not embedded on every rank for all positions."""
+        pairs, as in `mask[positions, :length]`. Tokens are not embedded on every rank for all
+        positions. `counted`: whether a number of positions is an argument."""
         known = [x for x in tensors if whole_of(x) is not None]
         others = [x for x in tensors if whole_of(x) is None]
         if any(is_marked(x) or not (is_plain(x) or not x.ndim) for x in others):
@@ -288,7 +291,7 @@ class KnownSequences:
         if not any(x.ndim for x in others):
             return True
         if func in _LOOKS_UP:
-            return max(len(dims_of_positions(x)) for x in known) > 1
+            return max(len(dims_of_positions(x)) for x in known) + counted > 1
         if not isinstance(part, Tensor):
             return False
         try:
