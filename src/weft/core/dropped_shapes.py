@@ -27,8 +27,8 @@ class DroppedShapes:
         share it."""
         known = dims_of_samples(self.written, shape, samples)
         if len(known) == 1:
-            (found,) = known
-            return found[0] if found and found[1] == 1 else None
+            ((dim, rows),) = known
+            return dim if rows == 1 else None
         return 0 if shape and shape[0] and shape[0] == samples else None
 
     def is_written_unclear(self, shape: Sequence[int], samples: int) -> bool:
@@ -36,8 +36,8 @@ class DroppedShapes:
         order it counts several rows of each."""
         known = dims_of_samples(self.written, shape, samples)
         if len(known) == 1:
-            (found,) = known
-            return bool(found) and found[1] > 1
+            ((_, rows),) = known
+            return rows > 1
         length = shape[0] if shape else 0
         several = bool(samples and length) and length % samples == 0
         return len(known) > 1 or (several and (length > samples or tuple(shape) == (1,)))
@@ -45,15 +45,16 @@ class DroppedShapes:
 
 def dims_of_samples(
     shapes: Shapes, shape: Sequence[int], samples: int
-) -> frozenset[tuple[int, int] | tuple[()]]:
+) -> frozenset[tuple[int, int]]:
     """The dims that count so many samples in a tensor of this shape, by each of `shapes` that it
-    may have: (the dim, how many rows of a sample it counts), or () if all samples share it."""
-    found = set[tuple[int, int] | tuple[()]]()
+    may have: (the dim, how many rows of a sample it counts), or (0, 0) if all samples
+    share it."""
+    found = set[tuple[int, int]]()
     for known in shapes:
         if len(known) == len(shape) and all(
             n == (size if size >= 0 else -size * samples)
             for n, size in zip(shape, known, strict=True)
         ):
             rows = [(dim, -size) for dim, size in enumerate(known) if size < 0]
-            found.add(rows[0] if rows else ())
+            found.add(rows[0] if rows else (0, 0))
     return frozenset(found)

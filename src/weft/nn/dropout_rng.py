@@ -170,7 +170,7 @@ class Randomness:
         if sharded is not None:
             whole[sharded] *= self.size
         found = dims_of_samples(self.dropped.by_sample, whole, self.samples.shape[0])
-        return {each[0] for each in found if each}
+        return {dim for dim, rows in found if rows}
 
     def _coordinates(
         self,
