@@ -278,10 +278,10 @@ class KnownSequences:
     def _goes_on(
         self, func: Callable[..., Any], part: Any, tensors: list[Tensor], counted: bool
     ) -> bool:
-        """Whether all arguments of a function are known for all positions. A weight beside them is
-        the same on all ranks: it goes on where it is sliced, added and the like, or looked up for
-        pairs, as in `mask[positions, :length]`. Tokens are not embedded on every rank for all
-        positions. `counted`: whether a number of positions is an argument."""
+        """Whether all arguments of a function, one of them a number of positions if `counted`, are
+        known for all positions. A weight beside them is the same on all ranks: it goes on where it
+        is sliced, added and the like, or looked up for pairs, as `mask[positions, :length]`. Tokens
+        are not embedded on every rank for all positions."""
         known = [x for x in tensors if whole_of(x) is not None]
         others = [x for x in tensors if whole_of(x) is None]
         if any(is_marked(x) or not (is_plain(x) or not x.ndim) for x in others):
