@@ -367,8 +367,7 @@ class KnownSequences:
     def _joined(self, part: Any, whole: Any) -> Any:
         """What the model sees of what was made for all positions."""
         if isinstance(part, tuple | list) and len(part) == len(whole):
-            found = [self._joined(x, y) for x, y in zip(part, whole, strict=True)]
-            return type(part)(found)
+            return type(part)([self._joined(x, y) for x, y in zip(part, whole, strict=True)])
         if not isinstance(part, Tensor) or not isinstance(whole, Tensor):
             return part
         if part.shape == whole.shape:  # of no position: as the last token, or their number
