@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from weft._torch.autograd import (
     forwards_of_functions,
     in_backward,
-    in_checkpoint,
     input_metadata,
+    rerun_by,
     run_backward,
 )
 
@@ -72,19 +72,35 @@ def test_a_frame_tells_which_autograd_function_runs() -> None:
     assert test_a_frame_tells_which_autograd_function_runs.__code__ not in known
 
 
+class Reversible(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: Any) -> Tensor:
+        return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return grad, None
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_forward_knows_that_a_checkpoint_runs_it(reentrant: bool) -> None:
-    found: list[bool] = []
+def test_a_forward_knows_what_will_run_it_again(reentrant: bool) -> None:
+    found: list[str] = []
 
-    def forward(x: Tensor) -> Tensor:
-        found.append(in_checkpoint())
-        return 2 * x
+    class Net(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            found.append(rerun_by())
+            return 2 * x
 
-    forward(torch.ones(2))
-    checkpoint(forward, torch.ones(2, requires_grad=True), use_reentrant=reentrant)
+    net, leaf = Net(), torch.ones(2, requires_grad=True)
+    net(torch.ones(2))
+    checkpoint(net, leaf, use_reentrant=reentrant)
     with saved_tensors_hooks(id, id):
-        forward(torch.ones(2, requires_grad=True))
-    assert found == [False, True, False]
+        net(leaf)
+    Reversible.apply(leaf, net)
+    Reversible.apply(leaf, net.forward)  # code of the function's own
+    with torch.no_grad():
+        net(leaf)
+    assert found == ["", "torch.utils.checkpoint", "", "Reversible", "", ""]
 
 
 def test_a_backward_gives_gradients_or_adds_them_to_leaves() -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import weft
+from weft._torch.modes import without_dispatch_modes
+from weft._torch.trees import tree_map
 from weft.core import ConfigError, UnsupportedModel
 from weft.engine import Engine
 from weft.launch import Pool
-from weft.losses import next_token
+from weft.losses import mse, next_token
 from weft.models import decoder
+from weft.nn.init_recording import InitRecording
 
 CPU = torch.device("cpu")
 
@@ -57,6 +61,39 @@ def test_ranks_with_other_seeds_are_refused(pool: Pool, layout: str) -> None:
     arguments = {"vocab": 64, "layers": 1, "dim": 32, "heads": 4}
     with pytest.raises(UnsupportedModel, match="build different models"):
         pool.run(partial(started, layout, seed_of_rank=True, **arguments), world=2)
+
+
+class Solved(nn.Module):
+    """Its build reads what torch solves, as that of a spline does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linalg.lstsq(torch.eye(3), torch.rand(3, 2)).solution)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def solved_otherwise_on_another_rank() -> None:
+    import torch.distributed as dist
+
+    solve = InitRecording._on_real_tensors
+    off = 1e-7 * dist.get_rank()
+
+    def rounded(*args: Any) -> Any:
+        found = solve(*args)
+        with without_dispatch_modes():
+            return tree_map(lambda t: t + off if t.is_floating_point() else t, found)
+
+    with mock.patch.object(InitRecording, "_on_real_tensors", rounded):
+        model = weft.deferred_init(Solved)
+    plan = weft.plan(model, "dp2", batch=2, loss=mse)
+    Engine(model, plan, optimizer=sgd, loss=mse, device="cpu")
+
+
+def test_numbers_that_a_build_computes_otherwise_on_each_rank_are_refused(pool: Pool) -> None:
+    with pytest.raises(UnsupportedModel, match=r"the same model, but linalg_lstsq gives them"):
+        pool.run(solved_otherwise_on_another_rank, world=2)
 
 
 def test_a_model_that_nobody_can_fill_is_refused() -> None:

@@ -24,6 +24,7 @@ SAMPLES, LENGTH, RANKS = 3, 16, 2
 TABLE = nn.Parameter(torch.randn(LENGTH + 4, 5))
 BUFFER = torch.arange(LENGTH + 4).expand(1, -1)
 BIAS = nn.Embedding(8, 2)
+MASK = torch.ones(LENGTH + 4, LENGTH + 4, dtype=torch.bool).tril()
 
 
 class _Calls(TorchFunctionMode):
@@ -173,7 +174,13 @@ def both(ids: Tensor) -> Tensor:
     return torch.where(causal(ids), relative(ids), -1e9) + not_padding(ids)
 
 
-PAIRS = [causal, not_padding, distances, relative, alibi, both]
+def of_a_table(ids: Tensor) -> Tensor:
+    """As gpt-fast, whose mask is a buffer that its positions and their number index."""
+    counted = torch.arange(ids.shape[1])
+    return MASK[None, None, counted, : ids.shape[1]]
+
+
+PAIRS = [causal, not_padding, distances, relative, alibi, both, of_a_table]
 
 
 @pytest.mark.parametrize("function", PAIRS)

@@ -17,7 +17,7 @@ from weft.engine.draw_watch import DrawWatch, undrawable
 from weft.engine.function_overrides import FunctionOverrides
 from weft.nn import DRAWS, Randomness
 
-N = 20000
+N, WEIGHTS = 20000, torch.tensor([0.2, 0.5, 0.3])
 FORMS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {  # form, mean, deviation
     "rand": (lambda x: torch.rand(len(x), 3), 0.5, 12**-0.5),
     "rand-size": (lambda x: torch.rand((len(x), 3), dtype=torch.float64), 0.5, 12**-0.5),
@@ -31,6 +31,9 @@ FORMS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {  # form, m
     "normal-size": (lambda x: torch.normal(2.0, 3.0, (len(x), 3)), 2.0, 3.0),
     "bernoulli": (lambda x: torch.bernoulli(torch.full_like(x, 0.3)), 0.3, 0.21**0.5),
     "bernoulli-p": (lambda x: x.bernoulli(0.3), 0.3, 0.21**0.5),
+    "multinomial": (lambda x: torch.multinomial(x + WEIGHTS, 1), 1.1, 0.7),
+    "multinomial-again": (lambda x: (x + WEIGHTS).multinomial(4, True), 1.1, 0.7),
+    "multinomial-all": (lambda x: torch.multinomial(x + WEIGHTS, 3), 1.0, (2 / 3) ** 0.5),
     "normal_": (lambda x: torch.empty_like(x).normal_(1.0, 2.0), 1.0, 2.0),
     "uniform_": (lambda x: torch.empty_like(x).uniform_(-1, 3), 1.0, 4 * 12**-0.5),
     "bernoulli_": (lambda x: x.new_empty(len(x), 1).bernoulli_(0.7), 0.7, 0.21**0.5),
@@ -66,6 +69,14 @@ def test_what_is_no_sample_is_the_same_everywhere() -> None:
         assert torch.equal(drawn(form, 0, 4), drawn(form, 4, 4))
 
 
+def test_one_row_of_weights_is_drawn_from_for_each_sample() -> None:
+    def noise(x: Tensor) -> Tensor:
+        return torch.multinomial(WEIGHTS, len(x), replacement=True)
+
+    whole = drawn(noise, 0, 8)
+    assert torch.equal(torch.cat([drawn(noise, 0, 3), drawn(noise, 3, 5)]), whole)
+
+
 def test_every_call_draws_anew() -> None:
     two = drawn(lambda x: torch.stack([torch.rand(5), torch.rand(5)]), 0, 2)
     assert not torch.equal(two[0], two[1])
@@ -91,7 +102,7 @@ def test_every_function_has_a_case() -> None:
 @pytest.mark.parametrize(
     ("draw", "found"),
     [
-        (lambda: torch.multinomial(torch.ones(3), 1), (True, False)),
+        (lambda: torch.poisson(torch.ones(3)), (True, False)),
         (random.random, (False, True)),
         (lambda: None, (False, False)),
     ],

@@ -15,6 +15,7 @@ from tests.verification.nets_of_edges import EDGES
 from tests.verification.nets_of_families import FAMILIES
 from tests.verification.nets_of_layers_in_parts import LAYERS_IN_PARTS
 from tests.verification.nets_of_papers import PAPERS
+from tests.verification.nets_of_public_code import PUBLIC_CODE
 from tests.verification.nets_of_repositories import REPOSITORIES
 from tests.verification.nets_of_the_web import WEB
 from tests.verification.nets_of_tutorials import TUTORIALS
@@ -23,7 +24,7 @@ from weft.core.errors import Refusal
 from weft.verification.compare import check_layout
 
 NETS = FIRST | PAPERS | QUIRKS | FAMILIES | TUTORIALS | REPOSITORIES | ARCHITECTURES | EDGES | WEB
-NETS |= LAYERS_IN_PARTS
+NETS |= LAYERS_IN_PARTS | PUBLIC_CODE
 LAYOUTS = ("dp2", "fsdp2", "tp2", "pp2", "dp2.tp2")
 TP = ("tp2", "dp2.tp2")
 SAMPLES = ("dp2", "fsdp2", "dp2.tp2")  # ranks have other samples
@@ -53,6 +54,8 @@ NOTHING_TO_CUT = (
     "pixel-cnn",
     "qat",
     "gcn",
+    "sampled-keys",
+    "random-start",
 )
 REFUSED: dict[tuple[str, str], str] = {
     **{(name, at): "finds no attention" for name in NOTHING_TO_CUT for at in TP},
@@ -93,6 +96,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("checkpointed-conv", "pp2"): "backward changes it again, and a pipeline runs backward",
     ("transformer-xl", "pp2"): "the model has only 0 modules",
     ("task-hyper", "pp2"): "is another stage.s, and .* does not run without it",
+    ("reversible", "pp2"): "it runs inside ReversibleFunction, called at",
     ("swish", "pp2"): "made by something that is no PyTorch function",
     ("packed", "pp2"): r"packed = pack_padded_sequence.* and was int64",
     **{

@@ -16,6 +16,7 @@ from weft.verification.plain.draw_laws import DrawLaws
 from weft.verification.plain.functions import PlainFunctions
 
 SAMPLES, WIDTH = 8, 500
+WEIGHTS = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
 X = torch.zeros(SAMPLES, WIDTH, dtype=torch.float64)
 CALLS: dict[str, Callable[[], Tensor]] = {
     "rand": lambda: torch.rand(SAMPLES, WIDTH),
@@ -29,6 +30,8 @@ CALLS: dict[str, Callable[[], Tensor]] = {
     "normal of tensors": lambda: torch.normal(X + 2.0, X + 3.0),
     "bernoulli": lambda: torch.bernoulli(X + 0.3),
     "Tensor.bernoulli": lambda: (X + 0.3).bernoulli(),
+    "multinomial": lambda: torch.multinomial(X[:, :3].repeat(100, 1) + WEIGHTS, 2),
+    "multinomial again": lambda: (X[:, :3] + WEIGHTS).multinomial(WIDTH, True),
     "normal_": lambda: X.clone().normal_(2.0, 3.0),
     "log_normal_": lambda: X.clone().log_normal_(0.5, 0.7),
     "uniform_": lambda: X.clone().uniform_(-1.0, 5.0),
@@ -45,6 +48,8 @@ MUTANTS = {
     "normal of tensors": (DRAWN, "_normal", "* std + mean", "+ mean"),
     "rand_like": ("weft.nn.dropout_rng", "Randomness.uniform", "2.0**-53", "2.0**-53 * 0.9"),
     "bernoulli": (DRAWN, "_bernoulli", "uniform <", "uniform >"),
+    "multinomial": (DRAWN, "_multinomial", "weights / times", "times / weights"),
+    "multinomial again": (DRAWN, "_multinomial", "weights.cumsum", "(weights**2).cumsum"),
     "normal_": (DRAWN, "_normal_", "* std + mean", "* mean + std"),
     "log_normal_": (DRAWN, "_log_normal_", "* std + mean", "* mean + std"),
     "uniform_": (DRAWN, "_uniform_", "+ low", "- low"),

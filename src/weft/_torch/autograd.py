@@ -9,9 +9,11 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 from torch.overrides import TorchFunctionMode
+
+_CHECKPOINT = "torch.utils.checkpoint"
 
 
 def in_backward() -> bool:
@@ -44,30 +46,40 @@ def _functions() -> Iterator[type]:
 
 
 @contextmanager
-def watch_backward() -> Iterator[list[str]]:
-    """Inside of this context: the autograd functions that are neither torch's nor weft's and run,
-    by name, and the hooks that are given to the gradients of tensors.
+def around_functions(begin: Callable[[str], Any], end: Callable[[], Any]) -> Iterator[None]:
+    """Inside of this context: `begin` is called with the name of each autograd function that is
+    neither torch's nor weft's, before its forward, and `end` after it.
 
     Their forwards are replaced, and not `apply`, which a module may have looked up before.
     """
-    found: list[str] = []
     before = {cls: vars(cls)["forward"] for cls in _functions() if _is_of_others(cls)}
 
     def watched(name: str, forward: Callable) -> Callable:
         def run(*args: Any, **kwargs: Any) -> Any:
-            found.append(name)
-            return forward(*args, **kwargs)
+            begin(name)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                end()
 
         return run
 
     for cls in before:
         cls.forward = staticmethod(watched(cls.__name__, cls.forward))  # type: ignore[attr-defined]
     try:
-        with _HookWatch(found):
-            yield found
+        yield
     finally:
         for cls, forward in before.items():
             cls.forward = forward  # type: ignore[attr-defined]
+
+
+@contextmanager
+def watch_backward() -> Iterator[list[str]]:
+    """Inside of this context: the autograd functions that are neither torch's nor weft's and run,
+    by name, and the hooks that are given to the gradients of tensors."""
+    found: list[str] = []
+    with around_functions(found.append, lambda: None), _HookWatch(found):
+        yield found
 
 
 def _is_of_others(cls: type) -> bool:
@@ -87,22 +99,28 @@ class _HookWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def in_checkpoint() -> bool:
-    """Whether torch.utils.checkpoint runs this forward, and runs it again in backward.
+def rerun_by() -> str:
+    """What runs this forward, and may run it again in backward: torch.utils.checkpoint, or an
+    autograd function whose forward calls a module, as that of a reversible network does. "" if
+    nothing does.
 
-    Torch lets one set hooks of saved tensors, but not ask for them. The older kind of checkpoint
-    (`use_reentrant=True`) runs its function without gradients first, and only the stack tells.
+    Torch lets one set hooks of saved tensors, but not ask for them. Without gradients, as in
+    functions and in the older kind of checkpoint (`use_reentrant=True`), only the stack tells.
     """
     if torch.is_grad_enabled():
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        return hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook")
-    frame = sys._getframe()
+        checkpoint = hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook")
+        return _CHECKPOINT if checkpoint else ""
+    frame, called, functions = sys._getframe(), False, forwards_of_functions()
     while frame.f_back is not None:
         frame = frame.f_back
-        name = frame.f_globals.get("__name__")
-        if frame.f_code.co_name == "forward" and name == "torch.utils.checkpoint":
-            return True
-    return False
+        code, name = frame.f_code, str(frame.f_globals.get("__name__"))
+        if code.co_name == "forward" and name == _CHECKPOINT:
+            return _CHECKPOINT
+        if called and code in functions and name.partition(".")[0] not in ("torch", "weft"):
+            return functions[code]
+        called = called or code is nn.Module._call_impl.__code__
+    return ""
 
 
 def run_backward(

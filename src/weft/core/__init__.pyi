@@ -27,7 +27,7 @@ from .compile_options import (
 )
 from .data_config import BlendConfig as BlendConfig, SourceConfig as SourceConfig
 from .data_order import data_rank_indices as data_rank_indices, zigzag_spans as zigzag_spans
-from .dropped_shapes import DroppedShapes as DroppedShapes
+from .dropped_shapes import DroppedShapes as DroppedShapes, dims_of_samples as dims_of_samples
 from .errors import (
     LINES as LINES,
     NO_CODE as NO_CODE,

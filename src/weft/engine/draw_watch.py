@@ -174,7 +174,7 @@ def undrawable(layout: object, by_torch: bool) -> UnsupportedModel:
         str(layout),
         f"the model's forward draws random numbers {how} weft does not make the same on every"
         f" layout{rest}",
-        "draw by torch.rand, randn, randint, bernoulli, normal or their in-place forms, and drop"
+        "draw by torch.rand, randn, randint, bernoulli, normal, multinomial, or in place, and drop"
         " out by nn.Dropout: between layers, not by the dropout of nn.LSTM or nn.GRU; leave seeds"
         f" to weft{zero}",
     )

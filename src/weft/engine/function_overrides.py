@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from weft._torch.autograd import in_backward, in_checkpoint
+from weft._torch.autograd import in_backward, rerun_by
 from weft.core import (
     UnsupportedModel,
 )
@@ -47,8 +47,8 @@ from weft.parallel import (
     TOKEN_AXES,
     Mesh,
     all_gather,
-    checkpointed_attention,
-    checkpointed_dropout,
+    rerun_attention,
+    rerun_dropout,
     split_dim,
 )
 
@@ -225,8 +225,8 @@ class FunctionOverrides(TorchFunctionMode):
 
     def _site(self, what: object) -> Tensor:
         """The key of this call. Refuses places where the numbers would depend on the layout."""
-        if self._checkpointed():
-            raise checkpointed_dropout(what)
+        if rerun := self._rerun_by():
+            raise rerun_dropout(what, rerun)
         within = self.loads is not None and self.loads.inside and not self.randomness.own_count
         if within and self._several():
             problem = "it is drawn within experts, whose rows are others on every layout"
@@ -243,26 +243,25 @@ class FunctionOverrides(TorchFunctionMode):
             )
         return self.randomness.site()
 
-    def _checkpointed(self) -> bool:
-        """Whether torch.utils.checkpoint, called by the model, runs this and will run it again, in
-        backward, where no mode is active. Of a graph BlockForward has checked it."""
-        compiled = torch.compiler.is_compiling()
-        return not compiled and not self.randomness.recomputed and in_checkpoint()
+    def _rerun_by(self) -> str:
+        """What of the model runs this, and will run it again in backward, where no mode is active;
+        "" if nothing does. Of a graph BlockForward has checked it."""
+        if torch.compiler.is_compiling() or self.randomness.recomputed:
+            return ""
+        return rerun_by()
 
     def _several(self) -> bool:
         return self.mesh is not None and bool(self.mesh.layout.active_axes())
 
     def _draw(self, func: Callable, args: tuple, kwargs: dict) -> Tensor:
         """Random numbers that are the same on every layout."""
-        site, samples, part = self._site(func.__name__), len(self.randomness.samples), count()
+        site, part = self._site(func.__name__), count()
 
         def uniform(shape: torch.Size, device: torch.device, alike: bool) -> Tensor:
-            whole, length = self.randomness.has_one_for_all(shape, alike), shape[0] if shape else 0
-            several = samples and length and length % samples == 0
-            unclear = several and (length > samples or shape == (1,))
-            unclear = self.randomness.may_share(shape) if alike else unclear
-            self._check_samples(f"torch.{func.__name__}", shape, bool(unclear))
-            return self.randomness.uniform(shape, site, device, whole, next(part))
+            dim = self.randomness.drawn_dim(shape, alike)
+            unclear = self.randomness.is_unclear(shape, alike)
+            self._check_samples(f"torch.{func.__name__}", shape, unclear)
+            return self.randomness.uniform(shape, site, device, dim, next(part))
 
         return DRAWS[func](Draws(uniform), *args, **kwargs)
 
@@ -319,7 +318,7 @@ class FunctionOverrides(TorchFunctionMode):
             self.seen(query, key, value, True)
         if self._shared() and not self._of_no_position(query, key, value):
             assert self.sequence is not None
-            self._refuse_checkpoint()
+            self._refuse_rerun()
             attend = partial(attend_eagerly, self.sequence, attend)
         return attend(module, query, key, value, *args, **options)
 
@@ -334,15 +333,15 @@ class FunctionOverrides(TorchFunctionMode):
     def _attention_in_parts(self, dropout: float, args: tuple, kwargs: dict) -> Tensor:
         """Of this rank's part of the sequences with all."""
         assert self.sequence is not None
-        self._refuse_checkpoint()
+        self._refuse_rerun()
         keep = _factors(self.randomness, dropout) if dropout > 0.0 else None
         out = self._attend(partial(self.sequence.attention, keep=keep), args, kwargs)
         return set_whole_shape(out, (*out.shape[:2], self.sequence.now.length, out.shape[-1]))
 
-    def _refuse_checkpoint(self) -> None:
+    def _refuse_rerun(self) -> None:
         assert self.sequence is not None
-        if self._checkpointed():
-            raise checkpointed_attention(self.sequence.layout)
+        if rerun := self._rerun_by():
+            raise rerun_attention(self.sequence.layout, rerun)
 
     def _attend(self, core: Callable, args: tuple, kwargs: dict) -> Tensor:
         if self.selective and torch.is_grad_enabled():

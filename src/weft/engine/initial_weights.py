@@ -3,7 +3,7 @@ that `deferred_init` built without weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -92,7 +92,9 @@ def share_weights(model: nn.Module, mesh: Mesh, replicas: ReplicaSync) -> None:
     live = mesh.layout.active_axes()
     everyone = mesh.group(*live) if live else None
     weights = initial_weights(model)
-    check_same_weights(bytes(32) if weights is None else weights.digest(), everyone, mesh.device)
+    digest = (bytes(32), bytes(32)) if weights is None else weights.digest()
+    computed_by = () if weights is None else weights.computed_by
+    check_same_weights(digest, computed_by, everyone, mesh.device)
     if weights is not None:
         return
     tensors = [*model.parameters(), *model.buffers()]
@@ -126,24 +128,43 @@ def fill_shards(
 
 
 def check_same_weights(
-    digest: bytes, group: dist.ProcessGroup | None, device: torch.device
+    digest: tuple[bytes, bytes],
+    computed_by: Sequence[str],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
 ) -> None:
     """Refuse ranks that would draw their shards from different models. All ranks call it together.
-    Raises UnsupportedModel on each of them."""
+    Raises UnsupportedModel on each of them.
+
+    Args:
+        digest: of what `build` did, and of what operators computed for it meanwhile.
+        computed_by: these operators.
+        group: all ranks.
+        device: where this rank communicates.
+    """
     if group is None:
         return
-    own = torch.tensor([*digest], dtype=torch.uint8, device=device)
+    own = torch.tensor([*digest[0], *digest[1]], dtype=torch.uint8, device=device)
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, own, group=group)
     other = next((rank for rank, each in enumerate(everyone) if not each.equal(everyone[0])), None)
-    if other is not None:
+    if other is None:
+        return
+    if all(each[:32].equal(everyone[0][:32]) for each in everyone):
         raise UnsupportedModel(
             "model",
             "build",
-            f"ranks 0 and {other} build different models, or the same from different seeds or"
-            " files",
-            "seed what build draws, the same on every rank, and give all ranks the same files",
+            f"ranks 0 and {other} build the same model, but {' or '.join(computed_by)} gives them"
+            " other numbers, as where its rounding differs from call to call",
+            "compute them in a way that repeats its numbers (torch.linalg.lstsq:"
+            ' driver="gels"), or load them from a file',
         )
+    raise UnsupportedModel(
+        "model",
+        "build",
+        f"ranks 0 and {other} build different models, or the same from different seeds or files",
+        "seed what build draws, the same on every rank, and give all ranks the same files",
+    )
 
 
 def _refuse_together(

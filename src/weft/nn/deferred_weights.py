@@ -43,9 +43,15 @@ class DeferredWeights:
     def __deepcopy__(self, memo: dict[int, Any]) -> DeferredWeights:
         return self  # a copy of the model begins with the same weights
 
-    def digest(self) -> bytes:
-        """32 bytes that are the same in two processes if the weights are."""
+    def digest(self) -> tuple[bytes, bytes]:
+        """Twice 32 bytes that are the same in two processes if the weights are: the second ones of
+        what `computed_by` computed."""
         return self._recording.digest()
+
+    @property
+    def computed_by(self) -> tuple[str, ...]:
+        """The operators whose results `build` read while it ran, as `linalg_lstsq`."""
+        return tuple(dict.fromkeys(self._recording.computed.values()))
 
     def fill(self, shards: Iterable[LocalShard]) -> None:
         """Write initial values into these shards, in place. Draws all weights up to the last one

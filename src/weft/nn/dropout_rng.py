@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.core import ActivationSharding, DroppedShapes
+from weft.core import ActivationSharding, DroppedShapes, dims_of_samples
 
 DROPOUTS_OF_CHANNELS = frozenset({F.dropout1d, F.dropout2d, F.dropout3d})
 DROPOUTS = DROPOUTS_OF_CHANNELS | {
@@ -152,16 +152,37 @@ class Randomness:
     def sample_dim(self, shape: torch.Size) -> int:
         """The dim that counts samples: 0, or 1 where positions come first."""
         samples = self.samples.shape[0]
-        if len(shape) != 3 or shape[1] != samples or shape[2] == samples:  # weights of attention
+        if len(shape) != 3 or shape[1] != samples:
+            return 0
+        known = self._known_dims(shape)
+        if len(known) == 1:
+            return next(iter(known))
+        if shape[2] == samples:  # weights of attention
             return 0
         return 1 if self.dropped.positions_first or shape[0] % max(1, samples) else 0
 
+    def _known_dims(self, shape: torch.Size) -> set[int]:
+        """Each dim that counts samples in one of the shapes that were seen to have positions first,
+        or beside such, and that this may be."""
+        if not self.dropped.by_sample:
+            return set()
+        whole, sharded = [*shape], self.sharded_dim(shape)
+        if sharded is not None:
+            whole[sharded] *= self.size
+        found = dims_of_samples(self.dropped.by_sample, whole, self.samples.shape[0])
+        return {dim for dim, rows in found if rows}
+
     def _coordinates(
-        self, shape: torch.Size, dim: int, sharded: int | None, device: torch.device
+        self,
+        shape: torch.Size,
+        dim: int,
+        sharded: int | None,
+        device: torch.device,
+        of_samples: int,
     ) -> Tensor:
         length = shape[dim]
         coords = torch.arange(length, device=device, dtype=torch.int64)
-        if dim != self.sample_dim(shape):
+        if dim != of_samples:
             if dim == sharded:
                 coords += self.index * length
         elif dim:
@@ -208,7 +229,8 @@ class Randomness:
         if self.all_share(shape):
             places = _whole(shape, device)
         else:
-            places = self._places(shape, self.sharded_dim(shape), device)
+            sharded = self.sharded_dim(shape)
+            places = self._places(shape, sharded, device, self.sample_dim(shape))
         return self._draw_mask(places, p, site, device)
 
     def all_share(self, shape: torch.Size) -> bool:
@@ -219,34 +241,46 @@ class Randomness:
         shared = tuple(shape) in known.without_samples
         return shared or (tuple(shape) in known.unclear and not self._divides(shape))
 
-    def has_one_for_all(self, shape: torch.Size, alike: bool) -> bool:
-        """Whether samples share the random numbers of this shape. `alike`: it is the shape of a
-        tensor of the model, and not written out by it."""
+    def drawn_dim(self, shape: torch.Size, alike: bool) -> int | None:
+        """The dim that counts samples in random numbers of this shape; None if all samples have the
+        same. `alike`: it is the shape of a tensor of the model, and not written out by it."""
         if not shape:
-            return True
-        length, samples = shape[self.sample_dim(shape) if alike else 0], len(self.samples)
-        if not length or (length % max(1, samples) if alike else length != samples):
-            return True
-        return alike and self.all_share(shape)
+            return None
+        samples = len(self.samples)
+        if alike:
+            dim = self.sample_dim(shape)
+            shared = not shape[dim] or shape[dim] % max(1, samples) or self.all_share(shape)
+            return None if shared else dim
+        return self.dropped.dim_of_written(shape, samples)
+
+    def is_unclear(self, shape: torch.Size, alike: bool) -> bool:
+        """Whether nothing says if each sample has random numbers of its own in this shape. `alike`:
+        as of `drawn_dim`."""
+        if alike:
+            return self.may_share(shape)
+        return self.dropped.is_written_unclear(shape, len(self.samples))
 
     def may_share(self, shape: torch.Size) -> bool:
-        """Whether samples share one tensor of this shape, and another counts samples in it."""
+        """Whether samples share one tensor of this shape, and another counts samples in it; or two
+        count them in other dims."""
         unclear = self.dropped.unclear
+        if self.dropped.by_sample and len(self._known_dims(shape)) > 1:
+            return True
         return bool(unclear) and tuple(shape) in unclear and self._divides(shape)
 
     def _divides(self, shape: torch.Size) -> bool:
         return shape[0] % max(1, self.samples.shape[0]) == 0
 
     def _places(
-        self, shape: torch.Size, sharded: int | None, device: torch.device
+        self, shape: torch.Size, sharded: int | None, device: torch.device, of_samples: int
     ) -> list[tuple[Tensor, int]]:
         """For every dim, the coordinates in the global tensor, and its length."""
         sequence = self._sequence_dim(shape, sharded)
         places = []
         for dim in range(len(shape)):
             total = shape[dim] * (self.size if dim == sharded else 1)
-            coords = self._coordinates(shape, dim, sharded, device)
-            if dim and dim == self.sample_dim(shape):
+            coords = self._coordinates(shape, dim, sharded, device, of_samples)
+            if dim and dim == of_samples:
                 total = _SAMPLES
             if dim == sequence and dim and self.rows is not None:
                 coords, total = self.rows.to(device)[coords], self.length
@@ -266,7 +300,7 @@ class Randomness:
         a sequence. `heads`: the first one, how many, and how many all ranks have."""
         first, count, every = heads
         samples = self.samples.shape[0]
-        places = [(self._coordinates(torch.Size([samples]), 0, None, device), samples)]
+        places = [(self._coordinates(torch.Size([samples]), 0, None, device, 0), samples)]
         for (start, stop), total in (
             ((first, first + count), every),
             (queries, self.length),
@@ -296,7 +330,12 @@ class Randomness:
         return word.bitwise_xor_(word >> 31)
 
     def uniform(
-        self, shape: torch.Size, site: Tensor, device: torch.device, whole: bool, part: int = 0
+        self,
+        shape: torch.Size,
+        site: Tensor,
+        device: torch.device,
+        of_samples: int | None,
+        part: int = 0,
     ) -> Tensor:
         """float64 in [0, 1) of this shape, 53 bits of each.
 
@@ -304,15 +343,17 @@ class Randomness:
             shape: of what this rank has.
             site: the key of the call.
             device: of the result.
-            whole: whether all samples and all ranks have the same numbers; else dim 0 counts
-                samples, and the others are cut as activations are at this place.
+            of_samples: the dim that counts samples; the others are cut as activations are at this
+                place. None: all samples and all ranks have the same numbers.
             part: which of several such tensors of one call.
         """
-        if whole:
+        if of_samples is None:
             places = _whole(shape, device)
         else:
-            spread = any(n > 1 for n in shape[1:])  # one number per sample is one on all ranks
-            places = self._places(shape, self.sharded_dim(shape) if spread else None, device)
+            others = (n for dim, n in enumerate(shape) if dim != of_samples)
+            spread = any(n > 1 for n in others)  # one number per sample is one on all ranks
+            sharded = self.sharded_dim(shape) if spread else None
+            places = self._places(shape, sharded, device, of_samples)
         words = self._words(places, site + _to_signed(part * _NEXT_PART), device)
         # the low bits: the shifts above fill with the sign, and leave the highest bit 0
         return words.bitwise_and_(2**53 - 1).double() * 2.0**-53

@@ -79,6 +79,7 @@ class InitRecording(TorchDispatchMode):
         self._sources: dict[int, torch.UntypedStorage] = {}  # the storages of real tensors
         self._versions: Counter[int] = Counter()  # of tensors, after the last write by storage
         self._constants: dict[int, Tensor] = {}  # real tensors that joined in: bytes of the storage
+        self.computed: dict[int, str] = {}  # constants that an operator made of elements -> which
         self._generators: list[RecordedGenerator] = []
         self._marks: dict[bytes, tuple[int, int]] = {}  # a state -> the draw that left it behind
         self._stored: dict[int, FileTensor] = {}
@@ -117,8 +118,10 @@ class InitRecording(TorchDispatchMode):
         try:
             out = func(*args, **kwargs)
         except NEEDS_ELEMENTS:  # Python goes on with what the elements are
-            out = self._on_real_tensors(func, *specs)
-            return tree_map(self._joined, out)
+            out = tree_map(self._joined, self._on_real_tensors(func, *specs))
+            made = {self.spec(tensor).storage for tensor in tree_leaves(out, Tensor)}
+            self.computed |= dict.fromkeys(made, func.overloadpacket.__name__)
+            return out
         if not any(t.is_meta for t in tree_leaves(out, Tensor)):  # these never get elements
             self._record(func, specs, args, kwargs, out)
         if func is aten.detach.default:
@@ -244,9 +247,10 @@ class InitRecording(TorchDispatchMode):
             self._marks[found.last] = number, here
         return number
 
-    def digest(self) -> bytes:
-        """32 bytes that are the same if the same was recorded."""
-        seen = sha256()
+    def digest(self) -> tuple[bytes, bytes]:
+        """32 bytes that are the same if the same was recorded; and 32 that are the same if what
+        operators computed meanwhile is too."""
+        seen, computed = sha256(), sha256()
         for op in self._ops:
             seen.update(repr((str(op.func), op.args, op.kwargs, op.generator)).encode())
         for generator in self._generators:
@@ -254,11 +258,12 @@ class InitRecording(TorchDispatchMode):
                 seen.update(f"{index} {state if isinstance(state, tuple) else ''}".encode())
                 seen.update(b"" if isinstance(state, tuple) else state.numpy().tobytes())
         for number, constant in self._constants.items():
-            seen.update(f"constant {number}".encode() + constant.cpu().numpy().tobytes())
+            content = f"constant {number}".encode() + constant.cpu().numpy().tobytes()
+            (computed if number in self.computed else seen).update(content)
         for number, file in self._stored.items():
             name = f"{file.file.name} {file.start} {file.shape} {file.dtype}"
             seen.update(f"file {number} {name}".encode())
-        return seen.digest()
+        return seen.digest(), computed.digest()
 
     def check_writes(self, tensor: Tensor) -> None:
         """Refuse a tensor that was written to unseen, as from another thread."""

@@ -268,7 +268,8 @@ class _Cut:
         cross = not alone and bool(_CROSS.search(" ".join(names)))
         # after the row, or to the scores of each head: it has a gradient of its own
         added = (alone and "residual" in names) or "position_bias" in names
-        if self.common == self.scope or isinstance(container, nn.Sequential):
+        never_called = isinstance(container, (nn.ModuleDict, nn.ModuleList))
+        if self.common == self.scope or never_called or isinstance(container, nn.Sequential):
             at_entry = False
         return (self.common if at_entry and not cross and not added else None), cross
 

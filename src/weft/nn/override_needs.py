@@ -27,7 +27,7 @@ _DROPOUT_NAMES = frozenset(function.__name__ for function in DROPOUTS)
 _RANDOM_NAMES = frozenset(
     [
         *(function.__name__ for function in (*DRAWS, *DRAWS_INSIDE)),
-        "multinomial",
+        "Categorical",
         "randperm",
     ]
 )

@@ -118,6 +118,26 @@ def _bernoulli(draws: Draws, input: Tensor, p: float | None = None, **kwargs: An
     return (uniform < (input.detach() if p is None else p)).to(input.dtype)
 
 
+def _multinomial(
+    draws: Draws, input: Tensor, num_samples: int, replacement: bool = False, **kwargs: Any
+) -> Tensor:
+    weights = input.detach().double()
+    if weights.ndim == 2 and (num_samples == 1 or not replacement):
+        uniform = draws.uniform(input.shape, input.device, True)
+        times = -torch.log1p(-uniform.clamp_min(2.0**-54))
+        # who comes first in a race of exponentials is drawn first (Efraimidis and Spirakis 2006)
+        found = (weights / times).topk(num_samples).indices
+    elif num_samples == 1 or replacement:
+        rows, written = input.shape[:-1], weights.ndim == 1
+        place = draws.uniform(torch.Size((*rows, num_samples)), input.device, not written)
+        below = weights.cumsum(-1)
+        found = torch.searchsorted(below, place * below[..., -1:], right=True)
+        found = found.clamp(max=input.shape[-1] - 1)
+    else:  # of all samples together, where they are as many: torch draws, and weft notices
+        return torch.multinomial(input, num_samples, replacement, **kwargs)
+    return found if kwargs.get("out") is None else kwargs["out"].resize_(found.shape).copy_(found)
+
+
 def _fill(x: Tensor, values: Tensor) -> Tensor:
     return x.copy_(values)
 
@@ -155,6 +175,8 @@ DRAWS: Mapping[Callable, Callable[..., Tensor]] = {
     torch.normal: _normal,
     torch.bernoulli: _bernoulli,
     Tensor.bernoulli: _bernoulli,
+    torch.multinomial: _multinomial,
+    Tensor.multinomial: _multinomial,
     Tensor.normal_: _normal_,
     Tensor.log_normal_: _log_normal_,
     Tensor.uniform_: _uniform_,

@@ -14,8 +14,8 @@ from .axes import (
 )
 from .block_forward import (
     BlockForward as BlockForward,
-    checkpointed_attention as checkpointed_attention,
-    checkpointed_dropout as checkpointed_dropout,
+    rerun_attention as rerun_attention,
+    rerun_dropout as rerun_dropout,
     wrap_blocks as wrap_blocks,
 )
 from .collectives import (

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from weft._torch.autograd import in_backward, in_checkpoint
+from weft._torch.autograd import in_backward, rerun_by
 from weft._torch.modes import function_modes
 from weft.core import ActivationSharding, Layout, Plan, UnsupportedModel
 from weft.nn import Randomness, may_drop, place_of
@@ -70,7 +70,7 @@ class BlockForward:
         offload = self._offload
         if offload is None or not torch.is_grad_enabled() or self._randomness.repeated:
             return self._call(*args, **kwargs)
-        if in_checkpoint() or in_backward():
+        if rerun_by() or in_backward():
             raise UnsupportedModel(
                 "train.offload_activations",
                 self._name,
@@ -121,8 +121,8 @@ class BlockForward:
         forward = self._forward
         if self._compiled is not None and self._in_use():
             forward = self._compiled
-            if randomness.in_use and not randomness.recomputed and in_checkpoint():
-                raise checkpointed_dropout(self._name)
+            if randomness.in_use and not randomness.recomputed and (rerun := rerun_by()):
+                raise rerun_dropout(self._name, rerun)
             with self._without_wider_gradients():
                 out = forward(*args, **kwargs)
         else:
@@ -256,23 +256,24 @@ def check_single_gradient(layout: Layout, module: str, fix: str, args: tuple, kw
         )
 
 
-def checkpointed_dropout(dropout: object) -> UnsupportedModel:
-    """The error for dropout in a module that the model itself checkpoints."""
+def rerun_dropout(dropout: object, rerun: str) -> UnsupportedModel:
+    """The error for dropout in a module that the model itself runs again in backward. `rerun`: by
+    what."""
     return UnsupportedModel(
         "dropout",
         dropout,
-        "it is inside torch.utils.checkpoint, and the recomputed forward would draw"
-        " another dropout mask",
+        f"it is inside {rerun}, and the recomputed forward would draw another dropout mask",
         'leave that out and set train.recompute = "full"',
     )
 
 
-def checkpointed_attention(layout: Layout) -> UnsupportedModel:
-    """The error for attention to other ranks' positions in a module that the model checkpoints."""
+def rerun_attention(layout: Layout, rerun: str) -> UnsupportedModel:
+    """The error for attention to other ranks' positions in a module that the model runs again in
+    backward. `rerun`: by what."""
     return UnsupportedModel(
         "layout",
         str(layout),
-        "attention is inside torch.utils.checkpoint, and the recomputed forward would attend to the"
-        " positions of this rank alone",
+        f"attention is inside {rerun}, and the recomputed forward would attend to the positions of"
+        " this rank alone",
         'leave that out and set train.recompute = "full"',
     )

@@ -4,8 +4,10 @@ may be as many positions as samples, or samples and positions in one dim."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -26,7 +28,7 @@ def dropped_shapes(request: PlanRequest) -> DroppedShapes:
     if not (request.sample and may_drop(model)):
         return unknown
     mode, few = fake_mode(), request.sample
-    seen = []
+    seen, written = [], []
     try:
         bare = copy_without_elements(model, mode).train()
         for asked in (request, request.with_twice_the_samples()):
@@ -34,21 +36,40 @@ def dropped_shapes(request: PlanRequest) -> DroppedShapes:
             with without_elements(mode), shapes:
                 bare(**asked.arguments())
             seen.append(shapes.found)
+            written.append(shapes.written)
         both = list(zip(*seen, strict=True))
+        wrote = list(zip(*written, strict=True))
     except Exception:  # the trial before the first step says what does not run
         return unknown
     samples = len(next(iter(few.values())))
-    first = any(
-        len(one) == 3 and one[0] == two[0] and 2 * one[1] == two[1] and one[2] == two[2]
-        for one, two in both
-    )
+    rows = {*_rows((pair for pair in both if len(pair[0]) == 3), samples)}
+    first = any(shape[1] < 0 for shape in rows)
     shared = {one for one, two in both if one == two}
     unclear = {
         shape
         for shape in shared
         if any(_counts_samples(shape, pair, samples) for pair in both if pair[0] != pair[1])
     }
-    return DroppedShapes(first, frozenset(shared - unclear), frozenset(unclear))
+    return DroppedShapes(
+        first,
+        frozenset(shared - unclear),
+        frozenset(unclear),
+        frozenset(rows) if first else frozenset(),
+        frozenset((*_rows(wrote, samples), *(one for one, two in wrote if one == two))),
+    )
+
+
+def _rows(
+    pairs: Iterable[tuple[tuple[int, ...], tuple[int, ...]]], samples: int
+) -> Iterator[tuple[int, ...]]:
+    """Of shapes for `samples` and for twice as many those in which one dim counts them, with -n in
+    its place if it counts n rows of each."""
+    for one, two in pairs:
+        apart = [dim for dim, (n, m) in enumerate(zip(one, two, strict=False)) if n != m]
+        if len(one) == len(two) and len(apart) == 1:
+            (dim,) = apart
+            if two[dim] == 2 * one[dim] and one[dim] % samples == 0:
+                yield (*one[:dim], -(one[dim] // samples), *one[dim + 1 :])
 
 
 def _counts_samples(
@@ -73,15 +94,23 @@ def _takes_positions_first(model: nn.Module) -> bool:
 
 
 class _ShapeWatch(TorchFunctionMode):
-    """The shapes of tensors that are dropped out, or that random numbers are drawn after."""
+    """The shapes of tensors that are dropped out, or that random numbers are drawn after, and of
+    random numbers whose shape is written out."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[tuple[int, ...]] = []
+        self.written: list[tuple[int, ...]] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        if func in DROPOUTS or func in DRAWS:
-            self.found += [tuple(t.shape) for t in tree_leaves((args, kwargs or {}), Tensor)[:1]]
-        return func(*args, **(kwargs or {}))
+        given = tree_leaves((args, kwargs or {}), Tensor)[:1]
+        made = func(*args, **(kwargs or {}))
+        if func in DROPOUTS or (func in DRAWS and given):
+            self.found += [tuple(t.shape) for t in given]
+            if made.ndim == 2 and func in (torch.multinomial, Tensor.multinomial):
+                self.found.append(tuple(made.shape))
+        if func in DRAWS and (not given or (made.ndim == 1 and given[0].ndim == 1)):
+            self.written.append(tuple(made.shape))
+        return made

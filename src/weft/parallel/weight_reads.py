@@ -5,6 +5,7 @@ tensors without elements."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from weft._torch.autograd import around_functions
 from weft._torch.tensors import fake_mode
 from weft.core import ConfigError, Part, Step, UnsupportedModel, field_of_part, is_inside
 from weft.nn import Chain, Roles, callable_blocks, chain_module, module_calls
@@ -61,7 +63,9 @@ def _weights(chain: Chain) -> set[tuple[str, str]]:
 
 def without_blocks_read_elsewhere(request: PlanRequest, roles: Roles) -> Roles:
     """The roles without blocks of which a weight is read where they do not run, as by a forward
-    that calls the modules in a block, and never the block: nobody would make its weights whole."""
+    that calls the modules in a block, and never the block: nobody would make its weights whole.
+    And without those that an autograd function of the model calls: its backward may run them again,
+    as a reversible network does, where no hook of theirs makes weights whole."""
     if request.sample is None or not roles.blocks:
         return roles
     blocks = callable_blocks(request.model, (b for each in roles.blocks for b in each))
@@ -70,7 +74,7 @@ def without_blocks_read_elsewhere(request: PlanRequest, roles: Roles) -> Roles:
         for block in blocks
         for name, _ in request.model.get_submodule(block).named_parameters()
     ]
-    read = _read_elsewhere(request, owned)
+    read = _read_elsewhere(request, owned, again=True)
     if not read:
         return roles
     left = (
@@ -116,7 +120,8 @@ def check_named_units(request: PlanRequest, steps: Iterable[Step]) -> None:
     if request.sample is None or not isinstance(request.fsdp_units, tuple):
         return
     units = [s for s in steps if s.gather is not None and s.module]
-    read = _read_elsewhere(request, [(p.name, s.module) for s in units for p in s.params])
+    owned = [(p.name, s.module) for s in units for p in s.params]
+    read = _read_elsewhere(request, owned, again=True)
     for unit, reader in read.items():
         problem = f"its weights are read by {reader}, which runs outside of it"
         fix = "leave it out, or name "
@@ -124,9 +129,17 @@ def check_named_units(request: PlanRequest, steps: Iterable[Step]) -> None:
         raise ConfigError("layout.fsdp_units", unit, problem, fix)
 
 
-def _read_elsewhere(request: PlanRequest, owned: Iterable[tuple[str, str]]) -> dict[str, str]:
+def _read_elsewhere(
+    request: PlanRequest, owned: Iterable[tuple[str, str]], again: bool = False
+) -> dict[str, str]:
     """Those of the modules a weight of which is read by another -> which one. Nothing where the
-    forward does not run without elements. `owned`: each weight with its module."""
+    forward does not run without elements.
+
+    Args:
+        request: what is planned.
+        owned: each weight with its module.
+        again: an autograd function of the model reads all weights of what it calls.
+    """
     mode = fake_mode()
     model = copy_without_elements(request.model, mode)
     call_forwards_with_hooks(model)  # as the model that is laid out does
@@ -138,7 +151,12 @@ def _read_elsewhere(request: PlanRequest, owned: Iterable[tuple[str, str]]) -> d
             holders.setdefault(id(weight), []).append(owner)
     reads = _Reads(holders, model)
     try:
-        with module_calls(model) as reads.inside, without_elements(mode), reads:
+        with ExitStack() as stack:
+            reads.inside = stack.enter_context(module_calls(model))
+            if again:
+                stack.enter_context(around_functions(reads.begin, reads.end))
+            stack.enter_context(without_elements(mode))
+            stack.enter_context(reads)
             model(**request.arguments())
     except Exception:  # the rest of it is not seen; a trial compares the numbers
         pass
@@ -146,21 +164,33 @@ def _read_elsewhere(request: PlanRequest, owned: Iterable[tuple[str, str]]) -> d
 
 
 class _Reads(TorchFunctionMode):
-    """Which weights, by id, are read where no module that holds them runs."""
+    """Which weights, by id, are read where no module that holds them runs, or only within an
+    autograd function."""
 
     def __init__(self, holders: Mapping[int, list[str]], model: nn.Module):
         super().__init__()
         self._holders, self._model = holders, model
         self.inside: list[str] = []
         self.found: dict[str, str] = {}
+        self._functions: list[tuple[str, int]] = []  # that run: name, how many modules ran before
+
+    def begin(self, function: str) -> None:
+        """An autograd function begins its forward."""
+        self._functions.append((function, len(self.inside)))
+
+    def end(self) -> None:
+        """The innermost one ends it."""
+        self._functions.pop()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         for tensor in tensors_read(func, args, kwargs or {}):
             holders = self._holders.get(id(tensor), [])
-            if holders and not any(name in self.inside for name in holders):
-                reader = self.inside[-1] if self.inside else ""
+            function, outside = self._functions[0] if self._functions else ("", None)
+            if holders and not any(name in self.inside[:outside] for name in holders):
+                called = any(name in self.inside for name in holders)
+                reader = function if called else self.inside[-1] if self.inside else ""
                 by = reader or type(self._model).__name__
                 self.found |= {name: by for name in holders if name not in self.found}
         return func(*args, **(kwargs or {}))

@@ -171,7 +171,7 @@ class KnownSequences:
         part = func(*args, **kwargs)
         if not any(True for _ in tensors_of(part)):
             return part
-        if self._goes_on(func, part, tensors):
+        if self._goes_on(func, part, tensors, counted):
             try:
                 whole = func(*wholes(args), **wholes(kwargs))
             except _NO_WHOLE:
@@ -275,10 +275,13 @@ class KnownSequences:
             return whole
         return self._joined(whole.new_empty(here[0]), whole)
 
-    def _goes_on(self, func: Callable[..., Any], part: Any, tensors: list[Tensor]) -> bool:
-        """Whether all arguments of a function are known for all positions. A weight beside them is
-        the same on all ranks: it goes on where it is sliced, added and the like, or looked up for
-        pairs. Tokens are not embedded on every rank for all positions."""
+    def _goes_on(
+        self, func: Callable[..., Any], part: Any, tensors: list[Tensor], counted: bool
+    ) -> bool:
+        """Whether all arguments of a function, one of them a number of positions if `counted`, are
+        known for all positions. A weight beside them is the same on all ranks: it goes on where it
+        is sliced, added and the like, or looked up for pairs, as `mask[positions, :length]`. Tokens
+        are not embedded on every rank for all positions."""
         known = [x for x in tensors if whole_of(x) is not None]
         others = [x for x in tensors if whole_of(x) is None]
         if any(is_marked(x) or not (is_plain(x) or not x.ndim) for x in others):
@@ -288,7 +291,7 @@ class KnownSequences:
         if not any(x.ndim for x in others):
             return True
         if func in _LOOKS_UP:
-            return max(len(dims_of_positions(x)) for x in known) > 1
+            return max(len(dims_of_positions(x)) for x in known) + counted > 1
         if not isinstance(part, Tensor):
             return False
         try:
@@ -364,8 +367,7 @@ class KnownSequences:
     def _joined(self, part: Any, whole: Any) -> Any:
         """What the model sees of what was made for all positions."""
         if isinstance(part, tuple | list) and len(part) == len(whole):
-            found = [self._joined(x, y) for x, y in zip(part, whole, strict=True)]
-            return type(part)(found)
+            return type(part)([self._joined(x, y) for x, y in zip(part, whole, strict=True)])
         if not isinstance(part, Tensor) or not isinstance(whole, Tensor):
             return part
         if part.shape == whole.shape:  # of no position: as the last token, or their number

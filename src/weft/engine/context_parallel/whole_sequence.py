@@ -111,7 +111,7 @@ class _AroundForward:
         if not pairs and not any(x.ndim == 3 and x.shape[1] == here for x in entering):
             raise self._error(
                 "and no tensor [samples, positions, features] enters it",
-                "lay its input batch first, or use dp or fsdp",
+                "lay its input so, or use dp or fsdp",
             )
         for x in pairs:
             if self._sequence.whole_entry(x) is None:

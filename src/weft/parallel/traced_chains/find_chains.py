@@ -83,8 +83,8 @@ def misread_chains(request: PlanRequest, roles: Roles, size: int) -> dict[str, s
     for chain in (c for c in guessed if c.row in followed.trace.rows):
         if _parts_classes(chain, followed.trace, size):
             found[chain.row] = "its heads are not where the names of its linears say"
-        elif _takes_several(chain, followed):
-            found[chain.row] = "" if _meets_nothing_else(chain, followed.trace) else _SEVERAL
+        elif why := _no_entry(chain, followed):
+            found[chain.row] = "" if _meets_nothing_else(chain, followed.trace) else why
     for block, first in copies.items():
         alike = {row: why for row, why in found.items() if row.startswith(f"{first}.")}
         found |= {block + row.removeprefix(first): why for row, why in alike.items()}
@@ -92,10 +92,14 @@ def misread_chains(request: PlanRequest, roles: Roles, size: int) -> dict[str, s
     return {row: why for row, why in found.items() if row in rows}
 
 
-def _takes_several(chain: Chain, followed: Followed) -> bool:
-    """Whether more than one tensor with a gradient enters the module where a chain begins."""
-    call = followed.calls.get(chain.entry) if chain.entry and not chain.by_entry else None
-    return call is not None and len({id(t) for t in call.active}) > 1
+def _no_entry(chain: Chain, followed: Followed) -> str:
+    """Why the module where a chain begins is not where ranks can part. "": it is."""
+    if not chain.entry or chain.by_entry:
+        return ""
+    call = followed.calls.get(chain.entry)
+    if call is None:
+        return "the forward calls its linears, and never the module itself" * followed.ended
+    return _SEVERAL * (len({id(t) for t in call.active}) > 1)
 
 
 def _meets_nothing_else(chain: Chain, trace: FeatureTrace) -> bool:

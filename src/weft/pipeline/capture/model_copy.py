@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import CellType, FunctionType
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from weft._torch.modules import wrap_hooks
 from weft._torch.tensors import FakeTensor
+from weft._torch.trees import tree_leaves
 from weft.core import UnsupportedModel
 
 from .functions import GROUPED_MM
@@ -19,7 +20,8 @@ from .functions import GROUPED_MM
 def copy_with_tensors(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.Module:
     """A copy of a model in which `replace` has replaced every parameter and buffer. Raises
     UnsupportedModel."""
-    memo: dict[int, Any] = {id(t): replace(t) for t in (*model.parameters(), *model.buffers())}
+    memo: dict[int, Any] = {id(t): t.detach().clone() for t in _computed(model)}
+    memo |= {id(t): replace(t) for t in (*model.parameters(), *model.buffers())}
     try:
         copied = copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as problem:
@@ -34,6 +36,13 @@ def copy_with_tensors(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> 
         functions = {k: v for k, v in vars(module).items() if isinstance(v, FunctionType)}
         vars(module).update({k: _of_copy(v, memo) for k, v in functions.items()})
     return copied
+
+
+def _computed(model: nn.Module) -> Iterator[Tensor]:
+    """Tensors with a graph that modules keep: `torch.nn.utils.weight_norm` makes such a weight
+    where it is applied, and again before each forward. `deepcopy` refuses them."""
+    for module in model.modules():
+        yield from (t for t in tree_leaves(vars(module), Tensor) if not t.is_leaf)
 
 
 def _of_copy(function: Any, memo: Mapping[int, Any]) -> Any:

@@ -29,6 +29,9 @@ def distribution_of(
         p = args[0].detach().double()
         inner = (p > 0.01) & (p < 0.99)
         return (found.double() - p)[inner] / (p * (1 - p)).sqrt()[inner], 0.0, 1.0
+    if func in (torch.multinomial, Tensor.multinomial):
+        again = given.of(1, "replacement", False)
+        return _of_likeliest(found if again else found[..., :1], args[0].detach().double())
     if func is Tensor.bernoulli_ and isinstance(p := given.of(0, "p", 0.5), float) and 0 < p < 1:
         return found, p, math.sqrt(p * (1 - p))
     if not found.is_floating_point():
@@ -50,6 +53,13 @@ def distribution_of(
     elif func not in (torch.rand, torch.rand_like):
         return None
     return ((values - shift) / scale, below) if _nowhere_zero(scale) else None
+
+
+def _of_likeliest(found: Tensor, weights: Tensor) -> Discrete:
+    """Whether each is the likeliest, brought to mean 0 and standard deviation 1."""
+    most, which = (weights / weights.sum(-1, keepdim=True)).max(-1, keepdim=True)
+    inner = ((most > 0.01) & (most < 0.99)).expand(found.shape)
+    return (((found == which).double() - most) / (most * (1 - most)).sqrt())[inner], 0.0, 1.0
 
 
 def _nowhere_zero(scale: Any) -> bool:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from weft._torch.autograd import in_checkpoint
+from weft._torch.autograd import rerun_by
 from weft.engine import OPENED_FUNCTIONS, eager_attention_by
 from weft.nn import (
     DRAWS,
@@ -27,7 +27,7 @@ from weft.nn import (
     with_loss,
     within_capacity,
 )
-from weft.parallel import checkpointed_dropout
+from weft.parallel import rerun_dropout
 
 from .attention import attend, mask_of_documents
 from .counter_random import key_of_call
@@ -170,8 +170,8 @@ class PlainFunctions(TorchFunctionMode):
 
     def _site(self, what: object) -> Tensor:
         """The key of this call. What torch.utils.checkpoint runs again has no mode around it."""
-        if in_checkpoint():
-            raise checkpointed_dropout(what)
+        if rerun := rerun_by():
+            raise rerun_dropout(what, rerun)
         place, site = self.randomness.place, self.randomness.site()
         self._draws[place] += 1
         self.laws.key(int(site), self._key(place), str(what))
@@ -214,8 +214,8 @@ class PlainFunctions(TorchFunctionMode):
         site, part = self._site(func.__name__), count()
 
         def uniform(shape: torch.Size, device: torch.device, alike: bool) -> Tensor:
-            whole = self.randomness.has_one_for_all(shape, alike)
-            return self.randomness.uniform(shape, site, device, whole, next(part))
+            dim = self.randomness.drawn_dim(shape, alike)
+            return self.randomness.uniform(shape, site, device, dim, next(part))
 
         found = DRAWS[func](Draws(uniform), *args, **kwargs)
         name = f"torch.{func.__name__} {self._name()}"
