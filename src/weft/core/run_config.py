@@ -39,6 +39,7 @@ from .errors import ConfigError, LayoutError, nearest
 from .files import read_file
 from .layout import Layout
 from .schedule import DEFAULT_SCHEDULE
+from .toml_slips import toml_slip
 from .toml import CallableTable, Strings, TomlTable, exactly_one, table_error, toml_refusal
 from .train_config import TrainConfig
 from .unit_choice import BLOCKS, UNIT_CHOICES, parse_units
@@ -430,19 +431,19 @@ def load_run(path: str | Path, overrides: Mapping[str, str] | None = None) -> Ru
     parse.
     """
     path = Path(path)
+    text = ""
     try:
-        tables = tomllib.loads(read_file(path).decode())
+        text = read_file(path).decode("utf-8-sig")  # some editors begin a file with a mark
+        tables = tomllib.loads(text)
     except FileNotFoundError:
         raise ConfigError("run file", str(path), "there is no such file", _beside(path)) from None
     except (OSError, UnicodeDecodeError) as error:
         said = getattr(error, "strerror", None) or error  # without the number of a handle
         raise ConfigError(
-            "run file", str(path), f"cannot be read ({said})", "name a TOML file"
+            "run file", str(path), f"cannot be read ({said})", "name a TOML file, in UTF-8"
         ) from None
     except (ValueError, RecursionError) as error:  # of TOML, its numbers, or its depth
-        raise ConfigError(
-            "run file", str(path), f"is not TOML: {error}", "correct that line"
-        ) from None
+        raise ConfigError("run file", str(path), *toml_slip(text, error)) from None
     for key, value in (overrides or {}).items():
         _override(tables, key, value)
     tables.setdefault("output", f"runs/{path.stem}")
@@ -478,6 +479,9 @@ def _override(tables: dict[str, Any], key: str, text: str) -> None:
         parsed = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
         parsed = {}
+    if not parsed and (text[:1], text[-1:]) in (("[", "]"), ("{", "}")):
+        problem = "is not TOML; a shell takes quotes away, unless the whole is quoted"
+        raise ConfigError("--set", f"{key}={text}", problem, """write as in --set 'a.b=["c"]'""")
     value = parsed["value"] if len(parsed) == 1 else text
     table = tables
     while True:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from weft.core import ConfigError, DataError, Refusal
+from weft.core import ConfigError, DataError, Refusal, named_fault
 
-from .samples import as_entries
+from .samples import as_entries, read_sample
 
 
 class Stream:
@@ -71,7 +71,8 @@ class Stream:
     def first(self, count: int) -> list[Any]:
         """The first items of a pass, at most so many."""
         if len(self._first) < count:
-            self._first = list(islice(self.read(0), count))
+            with self._reading():
+                self._first = list(islice(self.read(0), count))
         return self._first[:count]
 
     def read(self, number: int, state: Any = None) -> Pass:
@@ -95,11 +96,18 @@ class Stream:
             raise DataError(
                 "train.batch", batch, problem, f"use at most {len(found)}, or more data"
             )
-        again = self.read(0)
-        if fingerprint([*islice(again, batch)]) != fingerprint(found):
+        with self._reading():
+            again = self.read(0)
+            twice = [*islice(again, batch)]
+        if fingerprint(twice) != fingerprint(found):
             problem = "gives other samples when it is read again, as each rank does"
             raise ConfigError(*self.name, problem, "give its random choices a seed")
         self.text_of(again.state())
+
+    def _reading(self) -> AbstractContextManager[None]:
+        """The first samples are read. Raises DataError."""
+        does, fix = "its first samples cannot be read", "correct that code, or the data"
+        return named_fault(*self.name, does, fix, DataError)
 
     def text_of(self, state: Any) -> str:
         """A state as JSON, which checkpoints hold. Raises ConfigError."""
@@ -152,7 +160,7 @@ def first_samples(dataset: Any, count: int) -> list[dict[str, Tensor]]:
         if not len(dataset):
             fix = "use a dataset with samples"
             raise DataError("data", type(dataset).__name__, "has no sample", fix)
-        return [dataset[index] for index in range(min(count, len(dataset)))]
+        return [read_sample(dataset, index) for index in range(min(count, len(dataset)))]
     found = [dataset.sample(item) for item in dataset.first(count)]
     if not found:
         raise DataError(*dataset.name, "gives no sample", "name files or an iterable that has some")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.core import DataError
+from weft.core import DataError, named_fault
 
 
 class NamedSamples:
@@ -53,9 +53,11 @@ def named_samples(dataset: Any, entries: Sequence[str] | None) -> Any:
         >>> named_samples(pairs, ("image", "label"))[0]["label"]
         tensor(7)
     """
-    if len(dataset) == 0:
+    if length_of(dataset) == 0:
         return dataset
-    first = dataset[0]
+    first = read_sample(dataset, 0)
+    if isinstance(first, dict):
+        _refuse_sparse(first)
     plain = isinstance(first, dict) and all(isinstance(v, Tensor) for v in first.values())
     if plain and entries is None:
         return dataset
@@ -84,6 +86,35 @@ def as_entries(sample: Any, entries: Sequence[str] | None) -> dict[str, Tensor]:
             " that the loss reads from the batch",
         )
     return {name: _tensor(name, item) for name, item in zip(names, items, strict=True)}
+
+
+def _refuse_sparse(sample: Mapping[str, Any]) -> None:
+    for key, value in sample.items():
+        if isinstance(value, Tensor) and value.layout is not torch.strided:
+            problem = "an entry of a sample is a sparse tensor, and batches are dense"
+            raise DataError("data", key, problem, "call to_dense() in the dataset")
+
+
+def length_of(dataset: Any) -> int:
+    """The number of samples of the user's dataset. Raises DataError."""
+    with named_fault("data", type(dataset).__name__, "its __len__ fails", kind=DataError):
+        return len(dataset)
+
+
+def read_sample(dataset: Any, index: int) -> Any:
+    """A sample of the user's dataset, before any process starts. Raises DataError."""
+    does = f"sample {index} cannot be read"
+    with named_fault("data", type(dataset).__name__, does, kind=DataError):
+        return dataset[index]
+
+
+def noted_sample(dataset: Any, index: int) -> Any:
+    """A sample of the dataset; what it raises says which sample that was."""
+    try:
+        return dataset[index]
+    except Exception as error:
+        error.add_note(f"sample {index} of the data was being read")
+        raise
 
 
 def _example(count: int) -> str:
