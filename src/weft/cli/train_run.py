@@ -156,9 +156,7 @@ def traceback_in_file(folder: Path) -> Iterator[None]:
             replace_file(path, error.report)
         except OSError:
             raise error from None
-        raise WeftError(
-            f"{error.who} died:\n{error.fault}. The traceback is in {path}"
-        ) from None
+        raise WeftError(f"{error.who} died: {error.fault}. The traceback is in {path}") from None
 
 
 def train_as_rank(run: RunConfig, resume: bool, trace: bool) -> bool:

@@ -206,7 +206,7 @@ from .unit_choice import (
     UnitChoice as UnitChoice,
     parse_units as parse_units,
 )
-from .user_faults import fault_of as fault_of, named_fault as named_fault, told_fault as told_fault
+from .user_faults import fault_of as fault_of, told_fault as told_fault
 from .value_exchange import broadcast_value as broadcast_value
 from .version import __version__ as __version__
 from .whole_updates import (

@@ -39,8 +39,8 @@ from .errors import ConfigError, LayoutError, nearest
 from .files import read_file
 from .layout import Layout
 from .schedule import DEFAULT_SCHEDULE
-from .toml_slips import toml_slip
 from .toml import CallableTable, Strings, TomlTable, exactly_one, table_error, toml_refusal
+from .toml_slips import toml_fix, toml_problem
 from .train_config import TrainConfig
 from .unit_choice import BLOCKS, UNIT_CHOICES, parse_units
 
@@ -439,11 +439,11 @@ def load_run(path: str | Path, overrides: Mapping[str, str] | None = None) -> Ru
         raise ConfigError("run file", str(path), "there is no such file", _beside(path)) from None
     except (OSError, UnicodeDecodeError) as error:
         said = getattr(error, "strerror", None) or error  # without the number of a handle
-        raise ConfigError(
-            "run file", str(path), f"cannot be read ({said})", "name a TOML file, in UTF-8"
-        ) from None
+        problem, fix = f"cannot be read ({said})", "name a TOML file, in UTF-8"
+        raise ConfigError("run file", str(path), problem, fix) from None
     except (ValueError, RecursionError) as error:  # of TOML, its numbers, or its depth
-        raise ConfigError("run file", str(path), *toml_slip(text, error)) from None
+        problem, fix = toml_problem(text, error), toml_fix(text, error)
+        raise ConfigError("run file", str(path), problem, fix) from None
     for key, value in (overrides or {}).items():
         _override(tables, key, value)
     tables.setdefault("output", f"runs/{path.stem}")
@@ -472,9 +472,8 @@ def _override(tables: dict[str, Any], key: str, text: str) -> None:
     try:
         nested = tomllib.loads(f"{key} = 0")
     except (ValueError, RecursionError):
-        raise ConfigError(
-            "--set", key, "is not a dotted key", "write --set table.key=value"
-        ) from None
+        fix = "write --set table.key=value"
+        raise ConfigError("--set", key, "is not a dotted key", fix) from None
     try:
         parsed = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
@@ -491,9 +490,8 @@ def _override(tables: dict[str, Any], key: str, text: str) -> None:
             return
         table = table.setdefault(name, {})
         if not isinstance(table, dict):
-            raise ConfigError(
-                "--set", key, f"{name} is a value, not a table", "name a key of a table"
-            )
+            problem = f"{name} is a value, not a table"
+            raise ConfigError("--set", key, problem, "name a key of a table")
         nested = rest
 
 

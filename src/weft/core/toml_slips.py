@@ -8,27 +8,29 @@ _PLACE = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
 _SHOWN = 60  # characters of a line
 
 
-def toml_slip(text: str, error: ValueError | RecursionError) -> tuple[str, str]:
-    """(what is wrong with this text, what to write), where tomllib raised this error.
+def toml_problem(text: str, error: ValueError | RecursionError) -> str:
+    """What is wrong with this text, where tomllib raised this error.
 
     Example:
         >>> import tomllib
         >>> try:
         ...     tomllib.loads("steps = None")
         ... except ValueError as error:
-        ...     print(*toml_slip("steps = None", error), sep="; ")
-        line 1 is not TOML (Invalid value): steps = None; leave the key out: TOML has no None
+        ...     print(toml_problem("steps = None", error))
+        ...     print(toml_fix("steps = None", error))
+        line 1 is not TOML (Invalid value): steps = None
+        leave the key out: TOML has no None
     """
-    place = _PLACE.search(str(error))
-    if place is None or place[1] is None:
-        return f"is not TOML: {error}", "correct that line"
-    said, number = str(error)[: place.start()], int(place[1])
-    line = text.split("\n")[number - 1].strip()
+    line, number, said = _slip(text, error)
+    if not number:
+        return f"is not TOML: {said}"
     shown = line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
-    return f"line {number} is not TOML ({said}): {shown}", _fix(line, said)
+    return f"line {number} is not TOML ({said}): {shown}"
 
 
-def _fix(line: str, said: str) -> str:
+def toml_fix(text: str, error: ValueError | RecursionError) -> str:
+    """What to write in place of that line."""
+    line, _, said = _slip(text, error)
     key, equals, value = (part.strip() for part in line.partition("="))
     word = value.split("#")[0].strip()
     if said.startswith("Cannot declare"):
@@ -46,3 +48,11 @@ def _fix(line: str, said: str) -> str:
     if re.fullmatch(r"[A-Za-z_./~][\w./:*~-]*", word):
         return f'put text in quotes: {key} = "{word}"'
     return "correct that line"
+
+
+def _slip(text: str, error: ValueError | RecursionError) -> tuple[str, int, str]:
+    """(the line, its number, what tomllib says); of no line "" and 0."""
+    place = _PLACE.search(str(error))
+    if place is None or place[1] is None:
+        return "", 0, str(error)
+    return text.split("\n")[int(place[1]) - 1].strip(), int(place[1]), str(error)[: place.start()]

@@ -7,11 +7,8 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
-
-from .errors import ConfigError, Refusal, WeftError
 
 _WEFT = str(Path(__file__).resolve().parents[1]) + os.sep
 _INSTALLED = tuple(
@@ -60,24 +57,6 @@ def told_fault(error: BaseException) -> str:
     """
     raised, place = fault_of(error)
     return f"{raised} ({place})" if place else raised
-
-
-@contextmanager
-def named_fault(
-    field: str,
-    value: object,
-    does: str = "fails",
-    fix: str = "correct that code",
-    kind: type[Refusal] = ConfigError,
-) -> Iterator[None]:
-    """What the user's code raises here becomes a refusal that names its key of the run file, and
-    the line of the code. Errors of weft pass."""
-    try:
-        yield
-    except WeftError:
-        raise
-    except Exception as error:  # a user's code may fail in any way
-        raise kind(field, value, f"{does}: {told_fault(error)}", fix) from error
 
 
 def _place(frames: Iterable[Frame]) -> str:

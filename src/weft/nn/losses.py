@@ -231,7 +231,9 @@ def logits_of(output: Any) -> Tensor:
     """
     if isinstance(output, Tensor):
         return output
-    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    logits = (
+        output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    )
     if isinstance(logits, Tensor):
         return logits
     problem = f"the model returns {_described(output)}, and the loss needs logits"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from weft.core import ConfigError, DataError, Refusal, named_fault
+from weft.core import ConfigError, DataError, Refusal, told_fault
 
 from .samples import as_entries, read_sample
 
@@ -104,10 +104,16 @@ class Stream:
             raise ConfigError(*self.name, problem, "give its random choices a seed")
         self.text_of(again.state())
 
-    def _reading(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
         """The first samples are read. Raises DataError."""
-        does, fix = "its first samples cannot be read", "correct that code, or the data"
-        return named_fault(*self.name, does, fix, DataError)
+        try:
+            yield
+        except Refusal:
+            raise
+        except Exception as error:  # a user's code may fail in any way
+            problem = f"its first samples cannot be read: {told_fault(error)}"
+            raise DataError(*self.name, problem, "correct that code, or the data") from error
 
     def text_of(self, state: Any) -> str:
         """A state as JSON, which checkpoints hold. Raises ConfigError."""

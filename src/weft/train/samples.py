@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.core import DataError, named_fault
+from weft.core import DataError, Refusal, told_fault
 
 
 class NamedSamples:
@@ -97,15 +97,23 @@ def _refuse_sparse(sample: Mapping[str, Any]) -> None:
 
 def length_of(dataset: Any) -> int:
     """The number of samples of the user's dataset. Raises DataError."""
-    with named_fault("data", type(dataset).__name__, "its __len__ fails", kind=DataError):
+    try:
         return len(dataset)
+    except Exception as error:  # a user's code may fail in any way
+        problem = f"its __len__ fails: {told_fault(error)}"
+        raise DataError("data", type(dataset).__name__, problem, "correct that code") from error
 
 
 def read_sample(dataset: Any, index: int) -> Any:
     """A sample of the user's dataset, before any process starts. Raises DataError."""
-    does = f"sample {index} cannot be read"
-    with named_fault("data", type(dataset).__name__, does, kind=DataError):
+    try:
         return dataset[index]
+    except Refusal:
+        raise
+    except Exception as error:  # a user's code may fail in any way
+        problem = f"sample {index} cannot be read: {told_fault(error)}"
+        fix = "correct that code, or the data"
+        raise DataError("data", type(dataset).__name__, problem, fix) from error
 
 
 def noted_sample(dataset: Any, index: int) -> Any:
