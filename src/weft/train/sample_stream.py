@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -106,12 +107,15 @@ class Stream:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """The first samples are read. Raises DataError."""
+        """The first samples are read. Raises DataError before any process starts; a rank may find
+        them when it begins anew."""
         try:
             yield
         except Refusal:
             raise
         except Exception as error:  # a user's code may fail in any way
+            if dist.is_initialized():
+                raise
             problem = f"its first samples cannot be read: {told_fault(error)}"
             raise DataError(*self.name, problem, "correct that code, or the data") from error
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from weft.core import DataError, Refusal, told_fault
@@ -105,7 +106,10 @@ def length_of(dataset: Any) -> int:
 
 
 def read_sample(dataset: Any, index: int) -> Any:
-    """A sample of the user's dataset, before any process starts. Raises DataError."""
+    """A sample of the user's dataset. Raises DataError before any process starts; a rank may find
+    it when it begins anew."""
+    if dist.is_initialized():
+        return noted_sample(dataset, index)
     try:
         return dataset[index]
     except Refusal:
