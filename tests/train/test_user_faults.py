@@ -3,6 +3,7 @@ file and its line, before any process starts where that is possible."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -71,6 +72,10 @@ def net():
 
 def wrapped():
     return nn.DataParallel(Net())
+
+def on_meta():
+    with torch.device("meta"):
+        return Net()
 
 class NoForward(nn.Module):
     def __init__(self):
@@ -175,6 +180,7 @@ def weft_(*args: str) -> Result:
         ('data.what="sparse"', "data = 'input': an entry of a sample is a sparse tensor"),
         (f'train.loss="{HERE}:negative"', "loss = 'negative': returns the weight -2, which is neg"),
         (f'train.callbacks=["{HERE}:Arguments"]', "Arguments.on_step_end does not take (self, run"),
+        (f'train.loggers=["{HERE}:Exits"]', "Name a logger of your own in train.callbacks."),
         (f'train.callbacks=["{HERE}:called"]', "is a function of the run, and not a class of call"),
         (f'optimizer.build="{HERE}:Other"', "it has none of the parameters that it is called with"),
         ('optimizer.lr="0.1"', "optimizer.lr = '0.1': is not a number. Write as in 0.001"),
@@ -222,14 +228,20 @@ def test_a_callback_that_exits_loses_nothing(folder: Path) -> None:
     assert latest_step(folder / "out" / "checkpoints") == 4  # the next one that is saved
 
 
-def test_one_rank_alone_hangs_where_a_limit_is_set(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    sleeps = f'train.callbacks=["{HERE}:Sleeps"]'
-    result = weft_("--set", sleeps, "--set", "train.hang_s=0.5", "--set", "checkpoint.restarts=0")
-    assert result.exit_code == 1, result.output
-    said = capfd.readouterr().err
-    assert f"{HERE}.py:" in said and "in on_step_end" in said
+def test_one_rank_alone_hangs_where_a_limit_is_set(folder: Path) -> None:
+    told = ["run.toml", "--output", "out", "--set", f'train.callbacks=["{HERE}:Sleeps"]']
+    told += ["--set", "train.hang_s=0.5", "--set", "checkpoint.restarts=0"]
+    command = [sys.executable, "-m", "weft", "train", *told]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 1, ended.stderr
+    assert f"{HERE}.py:" in ended.stderr and "in on_step_end" in ended.stderr
+
+
+def test_a_model_without_elements(folder: Path) -> None:
+    result = weft_("--set", f'model.build="{HERE}:on_meta"')
+    assert result.exit_code == 2, result.output
+    [said] = result.stderr.splitlines()
+    assert "inner.weight is on the meta device, and has no elements. Build it" in said
 
 
 def test_what_a_process_of_a_data_loader_raised() -> None:

@@ -124,6 +124,12 @@ def _built(
         raise ConfigError(
             "model.build", run.model.build, f"returns {type(built).__name__}", "return an nn.Module"
         )
+    if device.type != "meta":
+        for name, parameter in built.named_parameters():
+            if parameter.device.type == "meta":
+                problem = f"{name} is on the meta device, and has no elements"
+                fix = "build it outside of torch.device('meta'): weft builds it without weights"
+                raise ConfigError("model.build", run.model.build, problem, fix)
     if isinstance(built, nn.DataParallel | nn.parallel.DistributedDataParallel):
         problem = f"returns a {type(built).__name__}, and the layout says how the model is divided"
         raise ConfigError("model.build", run.model.build, problem, "return the module inside it")
@@ -279,6 +285,9 @@ def build_callbacks(run: RunConfig) -> list[Any]:
         loggers = ("tensorboard",) if has_tensorboard() else ()
     for entry in loggers:
         name, arguments = _named_table(field, entry, "wandb")
+        if ":" in name:
+            fix = "name a logger of your own in train.callbacks"
+            raise ConfigError(field, name, "is not a logger of weft", fix)
         if name not in LOGGERS:
             raise ConfigError(field, name, "is not a logger", nearest(name, LOGGERS))
         made.append(call_named(LOGGERS[name], name, field, (), arguments))

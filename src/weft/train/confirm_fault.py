@@ -64,7 +64,7 @@ def confirm_fault(
     try:
         with torch.random.fork_rng([]):
             model = build_model(run, dtype=planned_dtype(run))
-            output = model(**model_arguments(inputs or named_inputs(model), batch))
+            output = model(**model_arguments(inputs or named_inputs(model), dict(batch)))
             for function in (loss, *metrics):
                 field = "train.loss" if function is loss else "train.eval_metrics"
                 value = getattr(function, "__name__", type(function).__name__)
