@@ -52,7 +52,7 @@ class Net(nn.Module):
         super().__init__()
         self.inner, self.what = nn.Linear(3, 2), what
         if what == "misspelt":
-            self.inner.weigth.zero_()
+            self.inner.absent.zero_()
         if what == "file":
             open("weights.pt")
     def forward(self, input):
@@ -158,7 +158,7 @@ def weft_(*args: str) -> Result:
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ('model.what="misspelt"', f"no attribute 'weigth' {line('weigth.zero_')}__init__)"),
+        ('model.what="misspelt"', f"no attribute 'absent' {line('absent.zero_')}__init__)"),
         ('model.what="file"', f"No such file or directory: 'weights.pt' {line('weights.pt')}"),
         ('model.build="exits_of_faults_test:net"', "SystemExit: set DATA first (exits_of_faults"),
         ('model.build="./mine_of_faults_test.py:net"', f'Write "{HERE}:net"; modules are found'),
