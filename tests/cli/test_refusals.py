@@ -349,9 +349,12 @@ def test_a_wrong_command_line_is_refused() -> None:
     assert weft_("train", "small.toml", "--nproc", "two").exit_code == 2
 
 
-def test_the_parent_does_not_hide_a_fault_of_the_users_own_code() -> None:
+def test_a_fault_of_the_users_own_code_is_named_with_its_line() -> None:
+    line = MINE.splitlines().index('    raise AttributeError("a fault of the model itself")') + 1
     result = weft_("train", "torn.toml", "--set", "model.build=mine_of_refusals_test:broken")
-    assert isinstance(result.exception, AttributeError)
+    assert result.exit_code == 2
+    [said] = result.stderr.splitlines()
+    assert f"a fault of the model itself (mine_of_refusals_test.py, line {line}, in broken)" in said
 
 
 # ---- what runs -----------------------------------------------------------------------------------

@@ -381,7 +381,7 @@ def test_the_folder_of_the_run_file_is_importable(tmp_path: Path) -> None:
         load(tmp_path, text, model__build="mine_of_config_test:numbers", model__depth="3")
     )
     assert next(made.parameters()).device.type == "cpu"
-    with pytest.raises(AttributeError, match="fault of the model"):
+    with pytest.raises(ConfigError, match=r"fault of the model.*line \d+, in broken"):
         build.build_model(
             load(
                 tmp_path, text.replace("width = 2\n", ""), model__build="mine_of_config_test:broken"
@@ -511,6 +511,7 @@ def test_another_head(llama: Path) -> None:
         ("model.hf", "meta-llama/Llama-3.1-8B", "model.hf", "nothing is downloaded"),
         ("model.hidden_size", "wide", "model.hf", "hidden_size"),
         ("model.num_hidden_layers", "2", "model.hf", "weights lack model.layers.1"),
+        ("model.intermediate_size", "24", "model.hf", "other shapes than intermediate_size = 24"),
         ("model.auto", "causal", "model.auto", "causal-lm"),
     ],
 )

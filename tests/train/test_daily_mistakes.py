@@ -158,7 +158,10 @@ def steps_saved(folder: Path) -> int | None:
             "latin.txt']: cannot be read ('utf-8' codec can't decode byte 0xe9 in position 0:",
         ),
         ("chat.toml", "Name a model directory that holds its tokenizer: data.tokenizer."),
-        ("model", "run file = 'model': cannot be read (Is a directory). Name a TOML file."),
+        (
+            "model",
+            "run file = 'model': cannot be read (Is a directory). Name a TOML file, in UTF-8.",
+        ),
         ("latin.txt", "run file = 'latin.txt': cannot be read ('utf-8' codec can't decode"),
     ],
 )

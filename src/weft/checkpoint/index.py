@@ -127,6 +127,9 @@ def read_index(folder: Path, step: int | None = None) -> CheckpointIndex:
         fix = "check the path; a run saves checkpoints if checkpoint.every is set"
         if here:
             fix = f"the steps here are {here}"
+        outer = next((p for p in folder.parents if p.name == folder.name), None)
+        if outer is not None:  # a folder inside of a run's was named
+            fix = f"name the run folder, {outer.parent}"
         raise CheckpointError("checkpoint", str(folder), f"{wanted} is here", fix)
     return _read_index(checkpoint_path(folder, chosen) / INDEX_FILE, chosen)
 

@@ -18,13 +18,16 @@ from weft.checkpoint import CHECKPOINTS, latest_step, quarantine_latest
 from weft.core import (
     DRIVER,
     STOPPED,
+    TRACEBACK,
     ConfigError,
     DamagedCheckpoint,
     LayoutError,
     Plan,
     RunConfig,
     WeftError,
+    WorkerDied,
     dump_toml,
+    replace_file,
 )
 from weft.launch import (
     AGENT,
@@ -127,7 +130,7 @@ def _train_here(run: RunConfig, resume: bool, trace: bool, checked: Plan) -> boo
 
     # replicas start anew what dies; but none sets a damaged checkpoint aside
     begin, restarts = (start_replicas, 0) if worlds else (start, run.checkpoint.restarts)
-    with noted_failure(events):
+    with traceback_in_file(Path(run.output)), noted_failure(events):
         told = partial(events.add, "died")
         return any(run_with_restarts(begin, kept, set_aside, resume, restarts, told))
 
@@ -140,6 +143,22 @@ def noted_failure(events: RunEvents) -> Iterator[None]:
     except WeftError as error:
         events.add("failed", None, str(error))
         raise
+
+
+@contextmanager
+def traceback_in_file(folder: Path) -> Iterator[None]:
+    """Where code of the user's ended a rank, print one line, and keep the traceback in a file."""
+    try:
+        yield
+    except WorkerDied as error:
+        if not error.fault:
+            raise
+        path = folder / TRACEBACK
+        try:
+            replace_file(path, error.report)
+        except OSError:
+            raise error from None
+        raise WeftError(f"{error.who} died: {error.fault}. The traceback is in {path}") from None
 
 
 def train_as_rank(run: RunConfig, resume: bool, trace: bool) -> bool:

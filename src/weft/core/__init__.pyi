@@ -116,6 +116,7 @@ from .run_files import (
     RANKS as RANKS,
     RUN_FILE as RUN_FILE,
     TRACE as TRACE,
+    TRACEBACK as TRACEBACK,
     VERIFIED as VERIFIED,
 )
 from .schedule import (
@@ -205,6 +206,7 @@ from .unit_choice import (
     UnitChoice as UnitChoice,
     parse_units as parse_units,
 )
+from .user_faults import fault_of as fault_of, told_fault as told_fault
 from .value_exchange import broadcast_value as broadcast_value
 from .version import __version__ as __version__
 from .whole_updates import (

@@ -109,11 +109,14 @@ class DataError(Refusal):
 
 class WorkerDied(WeftError):
     """A process of the run failed. `rank` says which; `report` is that worker's own error. `meant`:
-    weft itself ended it; `stopped`: the run had been told to stop; `name`: what its user calls it.
-    """
+    weft itself ended it; `stopped`: the run had been told to stop; `name`: what its user calls it;
+    `fault`: the error on one line, if code of the user's raised it."""
 
-    def __init__(self, rank: int, report: str, meant: bool = False, name: str = ""):
+    def __init__(
+        self, rank: int, report: str, meant: bool = False, name: str = "", fault: str = ""
+    ):
         self.rank, self.report, self.meant, self.stopped = rank, report, meant, False
+        self.fault = fault
         self.who = f"rank {rank}, {name}," if name else f"rank {rank}"
         super().__init__(f"{self.who} died:\n{report.rstrip()}")
 
@@ -128,6 +131,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """A hint for an unknown word: `did you mean "steps"?`, or the known words; of very many those
     most like it."""
     words = sorted(known)
+    if not words:
+        return "there is none to name"
     if RENAMED.get(word) in words:
         return f'it is now called "{RENAMED[word]}"'
     close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)

@@ -40,6 +40,7 @@ from .files import read_file
 from .layout import Layout
 from .schedule import DEFAULT_SCHEDULE
 from .toml import CallableTable, Strings, TomlTable, exactly_one, table_error, toml_refusal
+from .toml_slips import toml_fix, toml_problem
 from .train_config import TrainConfig
 from .unit_choice import BLOCKS, UNIT_CHOICES, parse_units
 
@@ -430,19 +431,19 @@ def load_run(path: str | Path, overrides: Mapping[str, str] | None = None) -> Ru
     parse.
     """
     path = Path(path)
+    text = ""
     try:
-        tables = tomllib.loads(read_file(path).decode())
+        text = read_file(path).decode("utf-8-sig")  # some editors begin a file with a mark
+        tables = tomllib.loads(text)
     except FileNotFoundError:
         raise ConfigError("run file", str(path), "there is no such file", _beside(path)) from None
     except (OSError, UnicodeDecodeError) as error:
         said = getattr(error, "strerror", None) or error  # without the number of a handle
-        raise ConfigError(
-            "run file", str(path), f"cannot be read ({said})", "name a TOML file"
-        ) from None
+        problem, fix = f"cannot be read ({said})", "name a TOML file, in UTF-8"
+        raise ConfigError("run file", str(path), problem, fix) from None
     except (ValueError, RecursionError) as error:  # of TOML, its numbers, or its depth
-        raise ConfigError(
-            "run file", str(path), f"is not TOML: {error}", "correct that line"
-        ) from None
+        problem, fix = toml_problem(text, error), toml_fix(text, error)
+        raise ConfigError("run file", str(path), problem, fix) from None
     for key, value in (overrides or {}).items():
         _override(tables, key, value)
     tables.setdefault("output", f"runs/{path.stem}")
@@ -471,13 +472,15 @@ def _override(tables: dict[str, Any], key: str, text: str) -> None:
     try:
         nested = tomllib.loads(f"{key} = 0")
     except (ValueError, RecursionError):
-        raise ConfigError(
-            "--set", key, "is not a dotted key", "write --set table.key=value"
-        ) from None
+        fix = "write --set table.key=value"
+        raise ConfigError("--set", key, "is not a dotted key", fix) from None
     try:
         parsed = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
         parsed = {}
+    if not parsed and (text[:1], text[-1:]) in (("[", "]"), ("{", "}")):
+        problem = "is not TOML; a shell takes quotes away, unless the whole is quoted"
+        raise ConfigError("--set", f"{key}={text}", problem, """write as in --set 'a.b=["c"]'""")
     value = parsed["value"] if len(parsed) == 1 else text
     table = tables
     while True:
@@ -487,9 +490,8 @@ def _override(tables: dict[str, Any], key: str, text: str) -> None:
             return
         table = table.setdefault(name, {})
         if not isinstance(table, dict):
-            raise ConfigError(
-                "--set", key, f"{name} is a value, not a table", "name a key of a table"
-            )
+            problem = f"{name} is a value, not a table"
+            raise ConfigError("--set", key, problem, "name a key of a table")
         nested = rest
 
 

@@ -7,6 +7,7 @@ RUN_FILE = "run.toml"
 PLAN = "plan.txt"
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"  # starts, restarts, warnings, the end
+TRACEBACK = "traceback.txt"  # of the user's code, where that ended the run
 RANKS = "ranks.json"  # what each rank holds and sends
 PREDICTION = "prediction.json"
 VERIFIED = "verify.json"

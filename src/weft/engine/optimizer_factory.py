@@ -266,7 +266,7 @@ def _check_values(
         if isinstance(usual, tuple) and usual and len(numbers) != len(usual):
             problem, fix = f"is not a list of {len(usual)} values", f"write as in {[*usual]}"
             raise ConfigError(field_name, value, problem, fix)
-        if isinstance(value, bool) and isinstance(usual, float):
+        if isinstance(value, bool | str) and isinstance(usual, float):
             raise ConfigError(field_name, value, "is not a number", f"write as in {usual}")
 
 

@@ -50,6 +50,11 @@ def try_optimizer(make: OptimizerFactory, named: str) -> bool:
                 "its param_groups have no lr for the schedule to scale",
                 "give its param_groups an lr",
             )
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if held.isdisjoint(map(id, whole.values())):
+            problem = "it has none of the parameters that it is called with, so no weight changes"
+            fix = "make it of its first argument"
+            raise ConfigError("optimizer.build", named, problem, fix)
         _steps(optimizer, whole, gradients[:STEPS])
         _check_mark(make, named, optimizer, {n: p.detach() for n, p in whole.items()})
         _check_resumed(make, named, optimizer, whole)

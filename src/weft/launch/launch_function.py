@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import pickle
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from weft._torch.forks import autograd_survives_fork, cuda_survives_fork
 from weft._torch.trees import tree_map
-from weft.core import BackendChoice, ConfigError, Layout, function_of_partial
+from weft.core import BackendChoice, ConfigError, Layout, function_of_partial, require
 
 from .choose_backend import Backend, choose_backend
 from .environment import launched_rank, local_world_size
@@ -74,6 +75,12 @@ def launch(
         problem = "torch.distributed is used in this process: it is a rank already"
         fix = "call the function itself here, or weft.launch from a process that is no rank"
         raise ConfigError("weft.launch", "function", problem, fix)
+    _check_call(function, args)
+    if not isinstance(layout, str | Layout):
+        problem, fix = "is no layout", 'write axes with their sizes, as in "dp2"'
+        raise ConfigError("layout", layout, problem, fix)
+    if threads is not None:
+        require("threads", threads, int, lambda count: count > 0, "a whole number above 0")
     laid = Layout.parse(layout) if isinstance(layout, str) else layout
     world, found = laid.world, launched_rank()
     call = _RankCall(function, every_rank)
@@ -87,6 +94,24 @@ def launch(
         _check_guarded()
     results = run_workers(call, world, *args, threads=threads, backend=backend, start=start)
     return results if every_rank else results[0]
+
+
+def _check_call(function: object, args: tuple) -> None:
+    """Refuse what cannot be called with these arguments. Raises ConfigError."""
+    name = getattr(function, "__qualname__", repr(function))
+    if not callable(function):
+        problem, fix = "cannot be called", "name the function without (), as in weft.launch(train)"
+        raise ConfigError("function", function, problem, fix)
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        problem, fix = "is a coroutine or a generator, which a call does not run", "use a function"
+        raise ConfigError("function", name, problem, fix)
+    try:
+        inspect.signature(function).bind(*args)
+    except TypeError as error:
+        fix = "give them behind it: weft.launch(function, 1, 2); by name through functools.partial"
+        raise ConfigError("function", name, f"does not take {args!r:.60}: {error}", fix) from None
+    except ValueError:  # some builtins have no signature
+        return
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from weft._torch.compiler import forget_compile_threads
-from weft.core import Refusal, WeftError, WorkerDied
+from weft.core import Refusal, WeftError, WorkerDied, fault_of, told_fault
 from weft.engine import ReplicaGroup
 
 from .choose_backend import Backend
@@ -51,12 +51,13 @@ class TaskResult:
 @dataclass(frozen=True)
 class TaskFailure:
     """`when` by the host's clock (0: before all that peers report); `refusal`: its type, arguments
-    and attributes; `meant`: weft raised it."""
+    and attributes; `meant`: weft raised it; `fault`: on one line, if code of the user's did."""
 
     when: float
     report: str
     refusal: tuple[type[Refusal], tuple, dict[str, Any]] | None = None
     meant: bool = False
+    fault: str = ""
 
     @classmethod
     def by(cls, error: BaseException) -> TaskFailure:
@@ -67,16 +68,15 @@ class TaskFailure:
                 for key, x in vars(error).items()
             }
             refusal = type(error), error.args, fields
-        said = (
-            str(error)
-            if isinstance(error, WeftError)
-            else "".join(traceback.format_exception(error))
-        )
-        return cls(time.monotonic(), said, refusal, isinstance(error, WeftError))
+        if isinstance(error, WeftError):
+            return cls(time.monotonic(), str(error), refusal, meant=True)
+        said = "".join(traceback.format_exception(error))
+        fault = told_fault(error) if fault_of(error)[1] else ""
+        return cls(time.monotonic(), said, fault=fault)
 
     def error(self, rank: int, name: str) -> Exception:
         if self.refusal is None:
-            return WorkerDied(rank, self.report, self.meant, name)
+            return WorkerDied(rank, self.report, self.meant, name, self.fault)
         kind, args, fields = self.refusal
         error = kind.__new__(kind, *args)
         error.__dict__.update(fields)

@@ -45,7 +45,7 @@ def run_with_restarts(
         except DamagedCheckpoint as error:
             quarantine_damaged(error, set_aside, latest)
         except WorkerDied as error:
-            step, how = latest(), error.report.strip().splitlines()[-1]
+            step, how = latest(), error.fault or error.report.strip().splitlines()[-1]
             from_outside = how.startswith(
                 ("killed by", "exited with")
             )  # which may come again at any time

@@ -122,7 +122,9 @@ class Watchdog:
         self._since = time.monotonic()
         if self._world is None and dist.is_initialized():
             self._world = default_store(), dist.get_rank(), dist.get_world_size()
-        if self._set_s != 0 and self._world is not None and self._world[2] > 1:
+        # one rank waits for nobody: a limit that is set is for its own code
+        watched = self._world is not None and (self._world[2] > 1 or self._set_s is not None)
+        if self._set_s != 0 and watched:
             for thread in self._threads:
                 thread.start()
         return self

@@ -78,6 +78,7 @@ from .losses import (
     Loss as Loss,
     accepts_sharded_logits as accepts_sharded_logits,
     causal_lm as causal_lm,
+    check_learns as check_learns,
     classification as classification,
     cross_entropy as cross_entropy,
     cross_entropy_by as cross_entropy_by,

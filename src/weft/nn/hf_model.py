@@ -112,6 +112,11 @@ def build_hf_model(
     except Refusal:
         raise
     except Exception as error:  # transformers raises of all kinds
+        if "ignore_mismatched_sizes" in str(error):
+            asked = ", ".join(f"{key} = {value!r}" for key, value in overrides.items())
+            problem = f"its weights have other shapes than {asked or 'its config.json'} says"
+            fix = "leave that out, or name config.json alone, for fresh weights"
+            raise ConfigError("model.hf", name, problem, fix) from error
         problem = f"transformers cannot build it ({type(error).__name__}: {str(error).strip()})"
         raise ConfigError(
             "model.hf", name, problem, "correct the configuration or the overrides"

@@ -170,6 +170,10 @@ def weighed_loss(
     total, weight = _without_dims(total), _without_dims(weight)
     if isinstance(weight, numbers.Real) and not isinstance(weight, int | float):
         weight = float(weight)  # of numpy
+    name = getattr(loss, "__name__", type(loss).__name__)
+    if isinstance(weight, int | float) and weight < 0:
+        fix = "return how many items the sum has, as in return losses.sum(), losses.numel()"
+        raise ConfigError(field, name, f"returns the weight {weight}, which is negative", fix)
     scalar = isinstance(weight, Tensor) and weight.ndim == 0
     if (
         isinstance(total, Tensor)
@@ -177,7 +181,6 @@ def weighed_loss(
         and (scalar or isinstance(weight, int | float))
     ):
         return total, weight
-    name = getattr(loss, "__name__", type(loss).__name__)
     fix = (
         "return (sum, weight): the sum over what counts as a tensor without dims, and how many"
         " count, as in return losses.sum(), losses.numel()"
@@ -188,6 +191,27 @@ def weighed_loss(
 def _without_dims(found: Any) -> Any:
     one = isinstance(found, Tensor) and found.ndim and found.numel() == 1
     return found.reshape(()) if one else found
+
+
+def check_learns(loss: Callable[..., Any], total: Tensor, weight: Tensor | float) -> None:
+    """Refuse a loss that no weight has a part in: training would change nothing.
+
+    Args:
+        loss: what was called, while gradients were recorded.
+        total: the sum that it returned.
+        weight: the weight beside it; items of weight 0 are no samples.
+
+    Raises:
+        ConfigError: it has no gradient.
+    """
+    if total.requires_grad or not float(weight):
+        return
+    problem = "its sum has no gradient, so no weight would ever change"
+    fix = (
+        "compute it from what the model returns, without detach, item, numpy or torch.no_grad in"
+        " forward or in the loss"
+    )
+    raise ConfigError("loss", getattr(loss, "__name__", type(loss).__name__), problem, fix)
 
 
 def _described(found: Any) -> str:
@@ -205,7 +229,16 @@ def logits_of(output: Any) -> Tensor:
         >>> logits_of(torch.zeros(2, 3)).shape
         torch.Size([2, 3])
     """
-    return output if isinstance(output, Tensor) else output.logits
+    if isinstance(output, Tensor):
+        return output
+    logits = (
+        output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    )
+    if isinstance(logits, Tensor):
+        return logits
+    problem = f"the model returns {_described(output)}, and the loss needs logits"
+    fix = "let forward return the logits, as a tensor or as output.logits"
+    raise ConfigError("train.loss", type(output).__name__, problem, fix)
 
 
 @positionwise

@@ -124,6 +124,15 @@ def _built(
         raise ConfigError(
             "model.build", run.model.build, f"returns {type(built).__name__}", "return an nn.Module"
         )
+    if device.type != "meta":
+        for name, parameter in built.named_parameters():
+            if parameter.device.type == "meta":
+                problem = f"{name} is on the meta device, and has no elements"
+                fix = "build it outside of torch.device('meta'): weft builds it without weights"
+                raise ConfigError("model.build", run.model.build, problem, fix)
+    if isinstance(built, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        problem = f"returns a {type(built).__name__}, and the layout says how the model is divided"
+        raise ConfigError("model.build", run.model.build, problem, "return the module inside it")
     if dtype is not None:
         in_dtype(built, dtype)
     return built.to(device=device).train()
@@ -280,6 +289,10 @@ def build_callbacks(run: RunConfig) -> list[Any]:
     for entry in run.train.callbacks:
         name, arguments = _named_table(field, entry, "package.module:Name")
         function = resolve_callable(name, run.folder, field)
+        if inspect.isfunction(function) and "run" in inspect.signature(function).parameters:
+            problem = "is a function of the run, and not a class of callbacks"
+            fix = "name a class with methods, as on_step_end(self, run, result, metrics)"
+            raise ConfigError(field, name, problem, fix)
         made.append(call_named(function, name, field, (), arguments))
         check_callback(made[-1], field, name)
         if (check := getattr(made[-1], "check_run", None)) is not None:
@@ -289,6 +302,9 @@ def build_callbacks(run: RunConfig) -> list[Any]:
         loggers = ("tensorboard",) if has_tensorboard() else ()
     for entry in loggers:
         name, arguments = _named_table(field, entry, "wandb")
+        if ":" in name:
+            fix = "name a logger of your own in train.callbacks"
+            raise ConfigError(field, name, "is not a logger of weft", fix)
         if name not in LOGGERS:
             raise ConfigError(field, name, "is not a logger", nearest(name, LOGGERS))
         made.append(call_named(LOGGERS[name], name, field, (), arguments))
@@ -366,7 +382,11 @@ def check_lr_schedule(run: RunConfig) -> None:
     """Refuse a schedule of the user's own that no run could resume. Raises ConfigError."""
     if run.lr_schedule.build is not None:
         make = partial(build_lr_factor, run)
-        lr_schedule.check_factors(make, run.lr_schedule.build, run.train.steps)
+        try:
+            lr_schedule.check_factors(make, run.lr_schedule.build, run.train.steps)
+        except lr_schedule.ScheduleFailed as error:  # before the run: a refusal like others
+            said = error.field, error.value, error.problem, error.fix
+            raise ConfigError(*said) from error.__cause__
 
 
 def build_plan(run: RunConfig, model: nn.Module, sample: dict[str, Tensor]) -> Plan:

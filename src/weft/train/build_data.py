@@ -149,9 +149,9 @@ def count_steps(run: RunConfig) -> RunConfig:
     return run.with_steps(steps)
 
 
-def sample_batch(run: RunConfig, held: data.Dataset | Stream) -> dict[str, Tensor]:
-    """A batch of the dataset's first two samples, which is as few as batch norm accepts."""
-    return cast_batch(run, (build_collate(run) or data.collate)(first_samples(held, 2)))
+def sample_batch(run: RunConfig, held: data.Dataset | Stream, count: int = 2) -> dict[str, Tensor]:
+    """A batch of the dataset's first samples; two are as few as batch norm accepts."""
+    return cast_batch(run, (build_collate(run) or data.collate)(first_samples(held, count)))
 
 
 def cast_batch(run: RunConfig, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -97,13 +98,20 @@ METHODS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 def check_callback(callback: object, field: str, value: object) -> None:
-    """Refuse an object with none of a callback's methods, or with a misspelt one. Raises
-    ConfigError."""
+    """Refuse an object with none of a callback's methods, with a misspelt one, or with one that
+    takes other arguments. Raises ConfigError."""
     found = [name for name in dir(callback) if name.startswith("on_")]
     for name in found:
         if name not in METHODS:
             problem = f"{type(callback).__name__} has {name}, which nothing calls"
             raise ConfigError(field, value, problem, nearest(name, METHODS))
+        given = signature(getattr(Callback, name)).parameters
+        try:
+            signature(getattr(callback, name)).bind(*[*given][1:])
+        except TypeError:
+            names = ", ".join(given)
+            problem = f"{type(callback).__name__}.{name} does not take ({names})"
+            raise ConfigError(field, value, problem, f"write def {name}({names})") from None
     if not found:
         problem = f"makes {type(callback).__name__}, which has no method of a callback"
         raise ConfigError(field, value, problem, f"write one of {', '.join(METHODS)}")
@@ -206,7 +214,7 @@ class Callbacks:
             try:
                 with self._around():
                     function(self.run, *arguments)
-            except Exception as error:  # a user's code may fail in any way
+            except (Exception, SystemExit) as error:  # a user's code may fail in any way
                 kind = type(callback)
                 self._live.remove(callback)
                 said = " ".join(f"{type(error).__name__}: {error}".split())

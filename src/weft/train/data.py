@@ -10,7 +10,7 @@ from __future__ import annotations
 import glob
 import os
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
@@ -24,6 +24,7 @@ from torch import Tensor
 from weft.core import DataError, data_rank_indices, import_extra, nearest
 
 from .length_groups import grouped_by_length, sample_lengths
+from .samples import noted_sample
 from .tokenizer import Bytes, Tokenizer, load_tokenizer
 
 Collate = Callable[[Sequence[dict[str, Tensor]]], dict[str, Tensor]]
@@ -458,7 +459,7 @@ class Loader(Iterator[dict[str, Tensor]]):
         whole = self.indices(self.step)
         self.step += 1
         return part_of_batch(
-            [partial(self.dataset.__getitem__, i) for i in whole], self.mine, self._collate
+            [partial(noted_sample, self.dataset, i) for i in whole], self.mine, self._collate
         )
 
 
@@ -480,8 +481,11 @@ def collate(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         >>> collate([{"x": torch.zeros(3)}, {"x": torch.ones(3)}])["x"].shape
         torch.Size([2, 3])
     """
-    first = samples[0]
+    first, fix = samples[0], "give every sample the same keys, each a tensor of one shape"
     for sample in samples:
+        if not isinstance(sample, Mapping):
+            problem = f"is of type {type(sample).__name__}, and others are dicts of tensors"
+            raise DataError("data", "a sample", problem, fix)
         for key in first.keys() | sample.keys():
             shapes = [
                 list(s[key].shape) if isinstance(s.get(key), Tensor) else None
@@ -489,10 +493,5 @@ def collate(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
             ]
             if shapes[0] is None or shapes[0] != shapes[1]:
                 problem = f"one sample has shape {shapes[0]}, another {shapes[1]} (None: no tensor)"
-                raise DataError(
-                    "data",
-                    key,
-                    problem,
-                    "give every sample the same keys, each a tensor of one shape",
-                )
+                raise DataError("data", key, problem, fix)
     return {key: torch.stack([sample[key] for sample in samples]) for key in first}

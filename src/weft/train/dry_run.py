@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from weft._torch.trees import tree_map
 from weft.core import ConfigError, DataError, Refusal
-from weft.nn import Loss, model_arguments, named_inputs, weighed_loss
+from weft.nn import Loss, check_learns, model_arguments, named_inputs, weighed_loss
 
 from .token_rows import unknown_token
 
@@ -37,10 +37,10 @@ def dry_run(
     *,
     counted: bool = False,
     metrics: Sequence[Loss] = (),
-) -> None:
+) -> Exception | None:
     """Run a model and its loss on a sample, as far as shapes and the sample's values take them:
-    other errors than refusals end it, and are left to the ranks. It takes no memory: a model with
-    weights is not run.
+    another error than a refusal ends it, and is returned. It takes no memory: a model with weights
+    is not run.
 
     Args:
         model: the model, on the meta device.
@@ -55,10 +55,10 @@ def dry_run(
         DataError: the model looks up a row that a table does not have, or raises a ValueError
             before it computes with a weight.
         ConfigError: the loss or a metric does not return (sum, weight), or reads an entry that no
-            sample has.
+            sample has, or the loss has no gradient.
     """
     if not all(p.is_meta for p in model.parameters()):
-        return
+        return None
     names = named_inputs(model) if inputs is None else inputs
     batch, length = _first_positions(model, names, sample)
     whole = all(batch[key] is entry for key, entry in sample.items())
@@ -67,23 +67,26 @@ def dry_run(
         if first is not None and first.ndim > 1:
             batch["position_ids"] = torch.arange(first.shape[1]).expand(*first.shape[:2])
     values = KeptValues(model, sample, length, length if whole else POSITIONS)
-    with suppress(_Unknown), torch.random.fork_rng([]), torch.no_grad(), values:
+    with suppress(_Unknown), torch.random.fork_rng([]), torch.enable_grad(), values:
         try:
             output = model(**model_arguments(names, batch))
             for function in (loss, *metrics):
                 field = "loss" if function is loss else "train.eval_metrics"
                 with _refuse_missing_entry(field, function, batch):
-                    weighed_loss(function, output, batch, field)
-        except Refusal:
+                    total, weight = weighed_loss(function, output, batch, field)
+                if function is loss and not (isinstance(weight, Tensor) and weight.is_meta):
+                    check_learns(function, total, weight)
+        except (Refusal, _Unknown):
             raise
         except ValueError as error:
             raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
             if values.lost or not whole or raised_in.startswith(NOT_SAID_OF_DATA):
-                raise _Unknown from error
+                return error
             fix = "give other samples, or another model"
             raise DataError("data", "a sample", f"the model refuses it: {error}", fix) from error
         except Exception as error:  # without values a model may fail in any way
-            raise _Unknown from error
+            return error
+    return None
 
 
 @contextmanager
@@ -143,7 +146,11 @@ class KeptValues(TorchFunctionMode):
         self._calls, self._bounded = 0, False
         self._names = {id(p): name for name, p in model.named_parameters()}
         self.lost = False  # whether what comes may come of missing values
-        self._entries = {t.untyped_storage().data_ptr(): key for key, t in batch.items()}
+        self._entries = {
+            t.untyped_storage().data_ptr(): key
+            for key, t in batch.items()
+            if t.layout is torch.strided
+        }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -13,7 +13,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.core import NO_CODE, ConfigError, Refusal, RunConfig, nearest, require_known, table_keys
+from weft.core import (
+    NO_CODE,
+    ConfigError,
+    Refusal,
+    RunConfig,
+    fault_of,
+    nearest,
+    require_known,
+    table_keys,
+    told_fault,
+)
 
 # Names of these may stand in a run file of which no code is to run.
 _OWN = ("weft.models", "weft.losses", "weft.data", "weft.optimizers", "weft.callbacks")
@@ -32,6 +42,11 @@ def resolve_callable(
             "is not of the form package.module:callable",
             'write as in "weft.models:decoder"',
         )
+    if "/" in module_name or module_name.endswith(".py"):
+        module = module_name.removesuffix(".py").removeprefix("./").replace("/", ".").strip(".")
+        problem = "names a file, and not a module"
+        fix = f'write "{module}:{attribute}"; modules are found beside the run file'
+        raise ConfigError(field, name, problem, fix)
     if os.environ.get(NO_CODE):
         _refuse_code(field, name, module_name, attribute)
     for place in () if os.environ.get(NO_CODE) else (Path.cwd(), Path(folder).resolve()):
@@ -49,8 +64,8 @@ def resolve_callable(
         ) from error
     except Refusal:
         raise
-    except Exception as error:  # a user's module may fail in any way
-        problem = f"importing {module_name} fails: {type(error).__name__}: {error}"
+    except (Exception, SystemExit) as error:  # a user's module may fail in any way
+        problem = f"importing {module_name} fails: {told_fault(error)}"
         raise ConfigError(field, name, problem, "correct that module") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -125,14 +140,16 @@ def call_named(
         raise ConfigError(f"{table}.{error.field}", error.value, error.problem, error.fix) from None
     except Refusal:
         raise
-    except (
-        TypeError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # what callables raise about their arguments
-        raise ConfigError(
-            table, dict(arguments), f"{name} fails: {error}", "correct these arguments"
-        ) from error
+    except (Exception, SystemExit) as error:  # a user's code may fail in any way
+        own = bool(fault_of(error)[1])  # else weft or torch refuses the arguments
+        if not own and not isinstance(error, TypeError | ValueError | RuntimeError):
+            raise
+        problem = f"{name} fails: {told_fault(error) if own else error}"
+        if own and not arguments:
+            field = table if "." in table else f"{table}.build"
+            raise ConfigError(field, name, problem, "correct that code") from error
+        fix = "correct these arguments" + (", or that code" if own else "")
+        raise ConfigError(table, dict(arguments), problem, fix) from error
 
 
 def resolve_path(run: RunConfig, path: str) -> str:

@@ -58,6 +58,7 @@ from .build import (
     with_layout,
 )
 from .build_data import build_dataset, sample_batch
+from .confirm_fault import confirm_fault, has_odd_dtypes
 from .dry_run import dry_run
 from .sample_stream import Stream, first_samples
 
@@ -132,7 +133,10 @@ def check_run(
     check_inputs(bare, inputs, first_samples(train, 1)[0])
     check_labels(loss, sample)
     counted = any(laid.layout.size(*SEQUENCE_AXES) > 1 for laid in plans)
-    dry_run(bare, loss, inputs, sample, counted=counted, metrics=[*metrics.values()])
+    failed = dry_run(bare, loss, inputs, sample, counted=counted, metrics=[*metrics.values()])
+    if failed or has_odd_dtypes(bare, inputs, sample):
+        micro = sample_batch(run, train, plans[0].microbatch)
+        confirm_fault(run, bare, loss, inputs, micro, [*metrics.values()])
     return plans
 
 

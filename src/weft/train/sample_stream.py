@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from weft.core import ConfigError, DataError, Refusal
+from weft.core import ConfigError, DataError, Refusal, told_fault
 
-from .samples import as_entries
+from .samples import as_entries, read_sample
 
 
 class Stream:
@@ -71,7 +72,8 @@ class Stream:
     def first(self, count: int) -> list[Any]:
         """The first items of a pass, at most so many."""
         if len(self._first) < count:
-            self._first = list(islice(self.read(0), count))
+            with self._reading():
+                self._first = list(islice(self.read(0), count))
         return self._first[:count]
 
     def read(self, number: int, state: Any = None) -> Pass:
@@ -95,11 +97,27 @@ class Stream:
             raise DataError(
                 "train.batch", batch, problem, f"use at most {len(found)}, or more data"
             )
-        again = self.read(0)
-        if fingerprint([*islice(again, batch)]) != fingerprint(found):
+        with self._reading():
+            again = self.read(0)
+            twice = [*islice(again, batch)]
+        if fingerprint(twice) != fingerprint(found):
             problem = "gives other samples when it is read again, as each rank does"
             raise ConfigError(*self.name, problem, "give its random choices a seed")
         self.text_of(again.state())
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """The first samples are read. Raises DataError before any process starts; a rank may find
+        them when it begins anew."""
+        try:
+            yield
+        except Refusal:
+            raise
+        except Exception as error:  # a user's code may fail in any way
+            if dist.is_initialized():
+                raise
+            problem = f"its first samples cannot be read: {told_fault(error)}"
+            raise DataError(*self.name, problem, "correct that code, or the data") from error
 
     def text_of(self, state: Any) -> str:
         """A state as JSON, which checkpoints hold. Raises ConfigError."""
@@ -152,7 +170,7 @@ def first_samples(dataset: Any, count: int) -> list[dict[str, Tensor]]:
         if not len(dataset):
             fix = "use a dataset with samples"
             raise DataError("data", type(dataset).__name__, "has no sample", fix)
-        return [dataset[index] for index in range(min(count, len(dataset)))]
+        return [read_sample(dataset, index) for index in range(min(count, len(dataset)))]
     found = [dataset.sample(item) for item in dataset.first(count)]
     if not found:
         raise DataError(*dataset.name, "gives no sample", "name files or an iterable that has some")

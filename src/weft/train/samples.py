@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from weft.core import DataError
+from weft.core import DataError, Refusal, told_fault
 
 
 class NamedSamples:
@@ -53,9 +54,11 @@ def named_samples(dataset: Any, entries: Sequence[str] | None) -> Any:
         >>> named_samples(pairs, ("image", "label"))[0]["label"]
         tensor(7)
     """
-    if len(dataset) == 0:
+    if length_of(dataset) == 0:
         return dataset
-    first = dataset[0]
+    first = read_sample(dataset, 0)
+    if isinstance(first, dict):
+        _refuse_sparse(first)
     plain = isinstance(first, dict) and all(isinstance(v, Tensor) for v in first.values())
     if plain and entries is None:
         return dataset
@@ -84,6 +87,46 @@ def as_entries(sample: Any, entries: Sequence[str] | None) -> dict[str, Tensor]:
             " that the loss reads from the batch",
         )
     return {name: _tensor(name, item) for name, item in zip(names, items, strict=True)}
+
+
+def _refuse_sparse(sample: Mapping[str, Any]) -> None:
+    for key, value in sample.items():
+        if isinstance(value, Tensor) and value.layout is not torch.strided:
+            problem = "an entry of a sample is a sparse tensor, and batches are dense"
+            raise DataError("data", key, problem, "call to_dense() in the dataset")
+
+
+def length_of(dataset: Any) -> int:
+    """The number of samples of the user's dataset. Raises DataError."""
+    try:
+        return len(dataset)
+    except Exception as error:  # a user's code may fail in any way
+        problem = f"its __len__ fails: {told_fault(error)}"
+        raise DataError("data", type(dataset).__name__, problem, "correct that code") from error
+
+
+def read_sample(dataset: Any, index: int) -> Any:
+    """A sample of the user's dataset. Raises DataError before any process starts; a rank may find
+    it when it begins anew."""
+    if dist.is_initialized():
+        return noted_sample(dataset, index)
+    try:
+        return dataset[index]
+    except Refusal:
+        raise
+    except Exception as error:  # a user's code may fail in any way
+        problem = f"sample {index} cannot be read: {told_fault(error)}"
+        fix = "correct that code, or the data"
+        raise DataError("data", type(dataset).__name__, problem, fix) from error
+
+
+def noted_sample(dataset: Any, index: int) -> Any:
+    """A sample of the dataset; what it raises says which sample that was."""
+    try:
+        return dataset[index]
+    except Exception as error:
+        error.add_note(f"sample {index} of the data was being read")
+        raise
 
 
 def _example(count: int) -> str:

@@ -135,7 +135,10 @@ class _Column:
 
 
 def _unreadable(patterns: Sequence[str], error: Exception) -> DataError:
-    problem = f"cannot be read ({' '.join(str(error).split())})"
+    said = " ".join(str(error).split())
+    if isinstance(error, StopIteration):
+        said = "there is no row"
+    problem = f"cannot be read ({said})"
     return DataError("stream", [*patterns], problem, "correct that file")
 
 

@@ -18,7 +18,7 @@ from weft.core import (
     Plan,
     UnsupportedModel,
 )
-from weft.nn import Randomness, mix_key, weighed_loss
+from weft.nn import Randomness, check_learns, mix_key, weighed_loss
 from weft.parallel import (
     DATA_AXES,
     STEP_STATISTICS,
@@ -237,6 +237,8 @@ class TrainingCompute:
                 self.state.refuse_new()  # what follows from it is no reason
                 raise
             by_torch, by_python = self._watch.end()
+            if found[1] is not None and self._whole is None:
+                check_learns(self.loss, *found[1][:2])
             if by_torch and self.if_drawn is not None:
                 self._watch.undo()
                 self.if_drawn()

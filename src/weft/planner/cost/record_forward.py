@@ -80,8 +80,9 @@ def chain_records(seen: OpRecorder) -> list[ModuleRecord]:
     pipeline may begin, each with all that runs until the next."""
     bare = ForwardGraph(tuple(seen.events), (), {}, frozenset(), {}, containers_of(seen.model))
     starts = {event.name: place for place, event in enumerate(seen.events)}
-    names = [atom.module for atom in split_points(bare, set(seen.blocks))]
-    begins = [starts[name] for name in names]
+    # a model that is one module has no point to split it at
+    names = [atom.module for atom in split_points(bare, set(seen.blocks))] or [""]
+    begins = [starts.get(name, 0) for name in names]
     _settle(seen)
     used: set[int] = set()
     chain = list[ModuleRecord]()
@@ -91,7 +92,7 @@ def chain_records(seen: OpRecorder) -> list[ModuleRecord]:
         here = ModuleRecord(name, repeated=name in seen.blocks)
         for place in range(begin, end):
             here.add(seen.at.get(place, ModuleRecord("")))
-        here.bytes["output_bytes"] = seen._part(starts[name]).bytes["output_bytes"]
+        here.bytes["output_bytes"] = seen._part(starts.get(name, 0)).bytes["output_bytes"]
         _count_parameters(here, seen, seen.events[begin:end], used)
         chain.append(here)
     for p in seen.model.parameters():
