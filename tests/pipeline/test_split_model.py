@@ -462,6 +462,17 @@ def test_a_module_in_which_nothing_is_seen_reads_what_it_is_given(points: list[s
     hold(Written(transformed, rows=ByRow()), points, {"x": torch.randn(3, 8)})
 
 
+def test_a_constant_that_a_later_stage_makes_depend_on_weights_has_no_gradient_before() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x)
+        sums = h.detach().softmax(-1).clone()
+        g = m.b(h)
+        sums += g.softmax(-1)
+        return m.d(m.c(g + sums)) * sums
+
+    hold(Written(forward), ["b", "d"], {"x": torch.randn(3, 8)})
+
+
 def test_modules_that_change_their_input() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         return m.d(m.c(m.b(m.a(x.clone()))))

@@ -59,6 +59,7 @@ class _StageSplitter:
         stages_made = tuple(self._stage(stage) for stage in stages)
         self._check_buffers(stages_made)
         position = {index: place for place, index in enumerate(self.path.nodes)}
+        turned = {n: i for i, event in enumerate(events) for n in event.differentiates}
         versions: dict[tuple[int, int], list[int]] = {}
         for stage in stages:
             for number in sorted(needed[stage]):
@@ -68,7 +69,8 @@ class _StageSplitter:
         values = []
         for (version, number), targets in sorted(versions.items()):
             t = self.graph.tensors[number]
-            unread = t.differentiable and not self._reaches_loss(number, targets, used)
+            takes = t.differentiable and turned.get(number, -1) <= events[version].end
+            unread = takes and not self._reaches_loss(number, targets, used)
             values.append(
                 Value(
                     (number, position[version]),
@@ -77,7 +79,7 @@ class _StageSplitter:
                     tuple(targets),
                     t.shape,
                     t.dtype,
-                    t.differentiable and not unread,
+                    takes and not unread,
                     unread,
                 )
             )

@@ -23,8 +23,8 @@ UNSEEN_BY_TORCH = "was made by something that is no PyTorch function"
 class GraphNode:
     """A module call, or a function on tracked tensors. `parent`: the call in which it happened. It
     lasts until event `end` and made the tensors `made`. `reads` and `writes` are tensors made
-    before it began. `keeps`: another call reads a tensor that it made of the batch without weights,
-    and did not return."""
+    before it began; those that it `differentiates` took no gradient until then. `keeps`: another
+    call reads a tensor that it made of the batch without weights, and did not return."""
 
     name: str
     call: bool
@@ -36,6 +36,7 @@ class GraphNode:
     made: range = range(0)
     reads: set[int] = field(default_factory=set)
     writes: set[int] = field(default_factory=set)
+    differentiates: set[int] = field(default_factory=set)
     weights: dict[str, None] = field(default_factory=dict)
     buffers: dict[str, None] = field(default_factory=dict)
     random: bool = False

@@ -295,16 +295,15 @@ class _ForwardTracer(TorchFunctionMode):
             out = self._light(func, args, kwargs)
             self.derived.follow(read, out, self.open)
             return out
-        index, first, flops = (
-            self._begin(function_name(func), False),
-            len(self.tensors),
-            self.flops.total,
-        )
+        index = self._begin(function_name(func), False)
+        first, flops = len(self.tensors), self.flops.total
         event = self.events[index]
         self.line, self.text = event.line, event.text
         for t in reads:
             self._reads(event, t, index)
         before = [(at, t, t._version, t.shape) for at, t in arguments(args, kwargs)]
+        beside = (self.sharing.get(storage_id(t), ()) for _, t, _, _ in before)
+        constant = {n for numbers in beside for n in numbers if not self.alive[n].requires_grad}
         out = func(*args, **kwargs)
         event.random = func in RANDOM_FUNCTIONS
         event.draws = count_draws(func, args, kwargs)
@@ -313,6 +312,7 @@ class _ForwardTracer(TorchFunctionMode):
         for at, t, version, _ in before:
             if t._version != version:
                 self._writes(event, at, t, index)
+        event.differentiates = {n for n in constant & event.writes if self.alive[n].requires_grad}
         if func in (
             F.batch_norm,
             F.instance_norm,
