@@ -298,13 +298,35 @@ def test_numpy_may_fill_what_is_used_later_or_it_is_refused():
     assert filled(model)["weight"].tolist() == [6] * 4
 
 
-def test_torch_load_in_a_build_is_refused(tmp_path):
-    torch.save({"layer.weight": torch.ones(2, 2), "layer.bias": torch.ones(2)}, tmp_path / "x.pt")
-    try:
-        model = deferred_init(lambda: Loaded(tmp_path / "x.pt"))
-    except UnsupportedModel:
-        return
-    assert filled(model)["layer.weight"].tolist() == [[1, 1], [1, 1]]
+class LoadedWhole(nn.Module):
+    def __init__(self, file):
+        super().__init__()
+        self.layer = torch.load(file, weights_only=False)["module"]
+
+
+@pytest.mark.parametrize("kind", [Loaded, LoadedWhole])
+def test_torch_load_in_a_build_gives_elements(tmp_path, kind):
+    weights = {"layer.weight": torch.randn(2, 2), "layer.bias": torch.randn(2)}
+    module = nn.Linear(2, 2)
+    module.load_state_dict({name.removeprefix("layer."): each for name, each in weights.items()})
+    torch.save(weights if kind is Loaded else {"module": module}, tmp_path / "x.pt")
+    found = filled(deferred_init(lambda: kind(tmp_path / "x.pt")))
+    assert all(torch.equal(found[name], each) for name, each in weights.items())
+
+
+LOAD = torch.load  # as a build has it that imports it by name
+
+
+class LoadedByName(nn.Module):
+    def __init__(self, file):
+        super().__init__()
+        self.weight = nn.Parameter(LOAD(file)["weight"])
+
+
+def test_a_load_that_is_imported_by_name_is_refused(tmp_path):
+    torch.save({"weight": torch.ones(2)}, tmp_path / "x.pt")
+    with pytest.raises(UnsupportedModel, match="by a load of torch that was imported by its name"):
+        deferred_init(lambda: LoadedByName(tmp_path / "x.pt"))
 
 
 class Reseeded(nn.Module):

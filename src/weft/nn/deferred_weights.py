@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from weft._torch.loading import load_elements
 from weft._torch.modules import replace_buffers, replace_parameters, replace_references
 from weft._torch.tensors import (
     FakeTensor,
@@ -116,7 +117,7 @@ def deferred_init(
         if seed is not None:
             torch.default_generator.manual_seed(seed)
         try:
-            with mode, recording:
+            with load_elements(), mode, recording:
                 tensors = {name: recording.add_stored(each) for name, each in stored.items()}
                 model = build(tensors) if files else build()
                 del tensors

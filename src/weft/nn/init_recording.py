@@ -162,7 +162,10 @@ class InitRecording(TorchDispatchMode):
                 raise _unrecordable(f"it makes a tensor of layout {tensor.layout}")
             real = not isinstance(tensor, FakeTensor)
             if not (made or real):
-                raise _unrecordable("it makes tensors in another thread, or by torch.load")
+                raise _unrecordable(
+                    "it makes tensors in another thread, or by a load of torch that was imported by"
+                    " its name"
+                )
             number = self._numbers[key] = len(self._sizes)
             self._sizes.append(tensor.untyped_storage().nbytes())
             self._kept.append(tensor.untyped_storage())

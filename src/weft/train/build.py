@@ -6,6 +6,7 @@ What a user can get wrong in naming them is refused here, before any process sta
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import fields, replace
@@ -101,7 +102,10 @@ def _built(
     undrawn = _Undrawn() if device.type == "meta" else nullcontext()
     adapter = _adapter(run) if with_adapter else None
     base, ours = split_adapter_tensors(tensors)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device, undrawn:
+    generators = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    with generators, device, undrawn, warnings.catch_warnings():
+        # a state_dict that `build` loads, which has no effect there
+        warnings.filterwarnings("ignore", "for .*: copying from a non-meta parameter")
         torch.manual_seed(run.train.seed if seed is None else seed)
         if run.model.hf is not None:
             named = str(run.model.hf)
@@ -193,6 +197,8 @@ def build_for_ranks(
             if checked is not None and same and checked.weights == weights_of(model):
                 return model, checked
             return model, build_plan(run, model, sample)
+        except ConfigError:  # as below
+            reason = f"{run.model.build} does not run on tensors without elements"
         except Refusal as problem:  # the model with weights may do; if not, it says why
             reason = str(problem)
     model = build_model(run, dtype=dtype)
