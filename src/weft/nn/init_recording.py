@@ -163,8 +163,7 @@ class InitRecording(TorchDispatchMode):
             real = not isinstance(tensor, FakeTensor)
             if not (made or real):
                 raise _unrecordable(
-                    "it makes tensors in another thread, or by a load of torch that was imported by"
-                    " its name"
+                    "it makes tensors in another thread, or by `from torch import load`"
                 )
             number = self._numbers[key] = len(self._sizes)
             self._sizes.append(tensor.untyped_storage().nbytes())
