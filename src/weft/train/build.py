@@ -289,7 +289,8 @@ def build_callbacks(run: RunConfig) -> list[Any]:
     for entry in run.train.callbacks:
         name, arguments = _named_table(field, entry, "package.module:Name")
         function = resolve_callable(name, run.folder, field)
-        if inspect.isfunction(function) and "run" in inspect.signature(function).parameters:
+        needed = inspect.isfunction(function) and inspect.signature(function).parameters
+        if needed and "run" in needed and "run" not in arguments:
             problem = "is a function of the run, and not a class of callbacks"
             fix = "name a class with methods, as on_step_end(self, run, result, metrics)"
             raise ConfigError(field, name, problem, fix)
