@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from weft._torch.trees import tree_leaves
 from weft.core import (
     BLOCKS,
     ActionCosts,
@@ -180,7 +181,8 @@ def build_for_ranks(
         sample: As of `sample_batch`.
         dtype: As of `build_model`.
         checked: The plan that `check_run` has made. It is made anew for stages, which are cut in
-            the forward of the very model, and for other weights.
+            the forward of the very model, for other weights, and for a model with whole numbers as
+            tensors, which a forward may read: `check_run` has them without elements.
 
     Raises:
         Refusal: The model cannot be built, or not be laid out so.
@@ -190,6 +192,7 @@ def build_for_ranks(
         try:
             model = build_deferred(run, dtype)
             same = checked is not None and checked.staging is None
+            same = same and not _has_whole_numbers(model)
             if checked is not None and same and checked.weights == weights_of(model):
                 return model, checked
             return model, build_plan(run, model, sample)
@@ -281,6 +284,17 @@ def build_eval_metrics(run: RunConfig) -> dict[str, Loss]:
             raise ConfigError("train.eval_metrics", name, problem, fix)
         found[short] = metric
     return found
+
+
+def _has_whole_numbers(model: nn.Module) -> bool:
+    """Whether a model without weights has other tensors of whole numbers, as of torch.tensor: those
+    a plan reads. Those in which batch norms count their batches are none."""
+    return any(
+        not (t.is_meta or t.is_floating_point() or t.is_complex())
+        for module in model.modules()
+        for t in tree_leaves({**vars(module), "_modules": {}}, Tensor)
+        if t is not getattr(module, "num_batches_tracked", None)
+    )
 
 
 def build_callbacks(run: RunConfig) -> list[Any]:
