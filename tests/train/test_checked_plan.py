@@ -45,3 +45,51 @@ def test_stages_are_cut_anew(tmp_path: Path) -> None:
     (checked,) = check_run(run)
     found = of_a_rank(run, checked)
     assert found is not checked and found == checked
+
+
+CONSTANTS = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(256, 8), nn.Linear(8, 256)
+        self.norm = nn.BatchNorm1d(8)  # which has a count of batches
+        self.sizes = self.constants()
+    def constants(self):
+        return torch.tensor([3, 5])
+    def forward(self, input_ids, **others):
+        x = self.embedding(input_ids)
+        noise = torch.randn(len(x), int(self.sizes[1]), 8)
+        return self.head(x + noise[:, :1])
+
+class WithoutConstants(Model):
+    def constants(self):
+        return [3, 5]
+"""
+
+
+@pytest.mark.parametrize("name", ["Model", "WithoutConstants"])
+def test_a_model_with_constants_is_planned_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "model_with_constants.py").write_text(CONSTANTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "run.toml").write_text(f"""
+[model]
+build = "model_with_constants:{name}"
+[data]
+build = "tests.verification.test_training_proof:Padded"
+[layout]
+axes = "dp2"
+[train]
+batch = 4
+steps = 1
+""")
+    run = load_run(tmp_path / "run.toml")
+    (checked,) = check_run(run)
+    found = of_a_rank(run, checked)
+    assert found == of_a_rank(run, None)
+    assert found.dropped.written == {(-1, 5, 8)}
+    assert (found is checked) == (name == "WithoutConstants")

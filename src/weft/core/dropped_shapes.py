@@ -23,12 +23,13 @@ class DroppedShapes:
     written: Shapes = frozenset()  # of random numbers whose shape the model writes out
 
     def dim_of_written(self, shape: Sequence[int], samples: int) -> int | None:
-        """The dim that counts samples in a shape that the model writes out; None if all of them
-        share it."""
+        """The dim that counts samples, or rows of them, in a shape that the model writes out; None
+        if all of them share it."""
         known = dims_of_samples(self.written, shape, samples)
         if len(known) == 1:
             ((dim, rows),) = known
-            return dim if rows == 1 else None
+            # rows of a sample lie together in a first dim, as those of x.reshape(-1, features)
+            return dim if rows == 1 or (rows > 1 and dim == 0) else None
         return 0 if shape and shape[0] and shape[0] == samples else None
 
     def is_written_unclear(self, shape: Sequence[int], samples: int) -> bool:

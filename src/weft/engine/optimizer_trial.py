@@ -51,7 +51,8 @@ def try_optimizer(make: OptimizerFactory, named: str) -> bool:
                 "give its param_groups an lr",
             )
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if held.isdisjoint(map(id, whole.values())):
+        # one that chooses by names may have none of these
+        if held and held.isdisjoint(map(id, whole.values())):
             problem = "it has none of the parameters that it is called with, so no weight changes"
             fix = "make it of its first argument"
             raise ConfigError("optimizer.build", named, problem, fix)

@@ -199,12 +199,13 @@ def check_learns(loss: Callable[..., Any], total: Tensor, weight: Tensor | float
     Args:
         loss: what was called, while gradients were recorded.
         total: the sum that it returned.
-        weight: the weight beside it; items of weight 0 are no samples.
+        weight: the weight beside it; items of weight 0 are no samples. A sum of 0 is no fault
+            either: none of these samples may count, as in torch.zeros(()).
 
     Raises:
         ConfigError: it has no gradient.
     """
-    if total.requires_grad or not float(weight):
+    if total.requires_grad or not float(weight) or not (total.is_meta or float(total)):
         return
     problem = "its sum has no gradient, so no weight would ever change"
     fix = (

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from weft._torch.trees import tree_leaves
 from weft.core import (
     BLOCKS,
     ActionCosts,
@@ -184,7 +185,8 @@ def build_for_ranks(
         sample: As of `sample_batch`.
         dtype: As of `build_model`.
         checked: The plan that `check_run` has made. It is made anew for stages, which are cut in
-            the forward of the very model, and for other weights.
+            the forward of the very model, for other weights, and for a model with whole numbers as
+            tensors, which a forward may read: `check_run` has them without elements.
 
     Raises:
         Refusal: The model cannot be built, or not be laid out so.
@@ -194,6 +196,7 @@ def build_for_ranks(
         try:
             model = build_deferred(run, dtype)
             same = checked is not None and checked.staging is None
+            same = same and not _has_whole_numbers(model)
             if checked is not None and same and checked.weights == weights_of(model):
                 return model, checked
             return model, build_plan(run, model, sample)
@@ -289,13 +292,25 @@ def build_eval_metrics(run: RunConfig) -> dict[str, Loss]:
     return found
 
 
+def _has_whole_numbers(model: nn.Module) -> bool:
+    """Whether a model without weights has other tensors of whole numbers, as of torch.tensor: those
+    a plan reads. Those in which batch norms count their batches are none."""
+    return any(
+        not (t.is_meta or t.is_floating_point() or t.is_complex())
+        for module in model.modules()
+        for t in tree_leaves({**vars(module), "_modules": {}}, Tensor)
+        if t is not getattr(module, "num_batches_tracked", None)
+    )
+
+
 def build_callbacks(run: RunConfig) -> list[Any]:
     """What [train] callbacks names, and after these the loggers. Raises ConfigError, DataError."""
     made, field = [], "train.callbacks"
     for entry in run.train.callbacks:
         name, arguments = _named_table(field, entry, "package.module:Name")
         function = resolve_callable(name, run.folder, field)
-        if inspect.isfunction(function) and "run" in inspect.signature(function).parameters:
+        needed = inspect.isfunction(function) and inspect.signature(function).parameters
+        if needed and "run" in needed and "run" not in arguments:
             problem = "is a function of the run, and not a class of callbacks"
             fix = "name a class with methods, as on_step_end(self, run, result, metrics)"
             raise ConfigError(field, name, problem, fix)

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from weft.core import ConfigError, Refusal, RunConfig, told_fault
+from weft.core import ConfigError, Plan, Refusal, RunConfig, told_fault
 from weft.engine import own_device
-from weft.nn import Loss, find_roles, model_arguments, named_inputs, weighed_loss
+from weft.nn import Loss, check_learns, find_roles, model_arguments, named_inputs, weighed_loss
 
 from .build import build_model, planned_dtype
 
@@ -30,6 +30,14 @@ def has_odd_dtypes(
     return any(t not in weights if t.is_floating_point else not embeds for t in given)
 
 
+def samples_together(plan: Plan) -> int:
+    """How many samples a forward or the loss of a rank sees: batch norms and losses of the whole
+    batch see those of other ranks too."""
+    if plan.whole_batch:
+        return plan.batch
+    return plan.microbatch * (plan.data_size if plan.batchnorms else 1)
+
+
 def confirm_fault(
     run: RunConfig,
     bare: nn.Module,
@@ -39,22 +47,23 @@ def confirm_fault(
     metrics: Sequence[Loss] = (),
 ) -> None:
     """Refuse a model, a loss or a metric that fails on a microbatch on the CPU, where ranks run
-    there too.
+    there too. Not in bf16 or fp16, where ranks cast weights and inputs.
 
     Args:
         run: the run.
         bare: its model without weights.
         loss: its loss.
         inputs: as of `dry_run`.
-        batch: a microbatch.
+        batch: of `samples_together`.
         metrics: of a validation.
 
     Raises:
-        ConfigError: it fails.
+        ConfigError: it fails, or the loss has no gradient.
     """
     large = sum(p.numel() for p in bare.parameters()) > PARAMETERS
     large |= sum(entry.numel() for entry in batch.values()) > ELEMENTS
-    if large or run.workers or own_device().type != "cpu":
+    low = run.precision.compute in ("bf16", "fp16")
+    if large or low or run.workers or own_device().type != "cpu":
         return
     shapes = ", ".join(
         f"{key} {str(entry.dtype).removeprefix('torch.')} {list(entry.shape)}"
@@ -68,7 +77,9 @@ def confirm_fault(
             for function in (loss, *metrics):
                 field = "train.loss" if function is loss else "train.eval_metrics"
                 value = getattr(function, "__name__", type(function).__name__)
-                weighed_loss(function, output, batch, field)
+                total, weight = weighed_loss(function, output, batch, field)
+                if function is loss:
+                    check_learns(loss, total, weight)
     except Refusal:
         raise
     except Exception as error:  # a user's code may fail in any way

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from weft._torch.trees import tree_map
+from weft._torch.trees import tree_leaves, tree_map
 from weft.core import ConfigError, DataError, Refusal
 from weft.nn import Loss, check_learns, model_arguments, named_inputs, weighed_loss
 
@@ -55,7 +55,7 @@ def dry_run(
         DataError: the model looks up a row that a table does not have, or raises a ValueError
             before it computes with a weight.
         ConfigError: the loss or a metric does not return (sum, weight), or reads an entry that no
-            sample has, or the loss has no gradient.
+            sample has, or the model's output has no gradient.
     """
     if not all(p.is_meta for p in model.parameters()):
         return None
@@ -75,7 +75,12 @@ def dry_run(
                 with _refuse_missing_entry(field, function, batch):
                     total, weight = weighed_loss(function, output, batch, field)
                 if function is loss and not (isinstance(weight, Tensor) and weight.is_meta):
-                    check_learns(function, total, weight)
+                    try:
+                        check_learns(function, total, weight)
+                    except ConfigError as error:
+                        if any(t.requires_grad for t in tree_leaves(output, Tensor)):
+                            return error  # the loss may be 0 for these samples alone
+                        raise
         except (Refusal, _Unknown):
             raise
         except ValueError as error:

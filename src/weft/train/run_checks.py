@@ -58,7 +58,7 @@ from .build import (
     with_layout,
 )
 from .build_data import build_dataset, sample_batch
-from .confirm_fault import confirm_fault, has_odd_dtypes
+from .confirm_fault import confirm_fault, has_odd_dtypes, samples_together
 from .dry_run import dry_run
 from .sample_stream import Stream, first_samples
 
@@ -135,7 +135,7 @@ def check_run(
     counted = any(laid.layout.size(*SEQUENCE_AXES) > 1 for laid in plans)
     failed = dry_run(bare, loss, inputs, sample, counted=counted, metrics=[*metrics.values()])
     if failed or has_odd_dtypes(bare, inputs, sample):
-        micro = sample_batch(run, train, plans[0].microbatch)
+        micro = sample_batch(run, train, samples_together(plans[0]))
         confirm_fault(run, bare, loss, inputs, micro, [*metrics.values()])
     return plans
 
