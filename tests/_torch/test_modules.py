@@ -155,12 +155,14 @@ def test_hooks_are_wrapped_once_and_can_still_be_removed() -> None:
 
 def test_forward_hooks_run_without_a_call() -> None:
     module, seen = nn.Identity(), []
+    for number in range(9):  # in order, as their ids in a set need not be
+        module.register_forward_hook(lambda *_, n=number: seen.append(n))
     module.register_forward_hook(lambda _, args, out: seen.append((args, out)))
     module.register_forward_hook(lambda *given: seen.append(given[2:]), with_kwargs=True)
     known = hook_ids(module)
     module.register_forward_hook(lambda *_: seen.append("late"))
     run_forward_hooks(module, known, (1,), {"a": 2}, 3)
-    assert seen == [((1,), 3), ({"a": 2}, 3)]
+    assert seen == [*range(9), ((1,), 3), ({"a": 2}, 3)]
 
 
 def test_the_innermost_mode_is_known() -> None:

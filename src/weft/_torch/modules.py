@@ -172,7 +172,8 @@ def run_forward_hooks(
 
     Reads the hook dicts. Torch runs hooks with a call alone.
     """
-    for key in ids & module._forward_hooks.keys():
+    known = [key for key in module._forward_hooks if key in ids]  # in their order
+    for key in known:
         hook: Callable[..., Any] = module._forward_hooks[key]
         with_kwargs = (kwargs,) if key in module._forward_hooks_with_kwargs else ()
         hook(module, args, *with_kwargs, output)
