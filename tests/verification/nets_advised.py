@@ -70,15 +70,17 @@ class DropsBetween(nn.Module):
 
 
 class Noise(nn.Module):
-    """Adds numbers of one row for each of `rows`, or one for each of its input."""
+    """Adds numbers of `rows`, which all samples share, and one row of each sample; or one number
+    for each of its input."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
         self.rows, self.net = rows, nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        noise = torch.randn(self.rows, 4) if self.rows else torch.randn_like(x[:, :4])
-        return self.net(x) + noise.mean(0) if self.rows else self.net(x) + noise
+        if not self.rows:
+            return self.net(x) + torch.randn_like(x[:, :4])
+        return self.net(x) + torch.randn(self.rows, 4).mean(0) + torch.randn(len(x), 4)
 
 
 class ChosenExperts(RootExperts):

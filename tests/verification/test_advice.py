@@ -195,7 +195,7 @@ ADVICE: dict[str, Advice] = {
         {"dp2": built_by(partial(advised.DropsFeatures, False))},
     ),
     "noise-of-rows": Advice(
-        Subject(partial(advised.Noise, 6), features, mse),
+        Subject(partial(advised.Noise, 2), features, mse),
         "dp2",
         "of an activation, as by torch.rand_like, or take another number of samples for each rank",
         {
