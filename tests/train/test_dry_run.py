@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 
 from weft.core import DataError
 from weft.nn.losses import next_token
-from weft.train.dry_run import CALLS, POSITIONS, dry_run
+from weft.train.dry_run import CALLS, POSITIONS, DryRun, dry_run
 
 
 class Net(nn.Module):
@@ -32,18 +33,28 @@ class Net(nn.Module):
         return self.head(self.tokens(input_ids) + self.places(at))
 
 
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * grad
+
+
 class Configured(Net):
     """As a model of transformers, whose masks may have values."""
 
     config = "one"
 
 
-def run(kind: type[Net], length: int, *, odd: int = 0, counted: bool = False, **net: Any) -> None:
+def run(kind: type[Net], length: int, *, odd: int = 0, counted: bool = False, **net: Any) -> DryRun:
     with torch.device("meta"):
         model = kind(**net)
     ids = torch.zeros(2, length, dtype=torch.int64)
     ids[0, -1] = odd
-    dry_run(model, next_token, None, {"input_ids": ids}, counted=counted)
+    return dry_run(model, next_token, None, {"input_ids": ids}, counted=counted)
 
 
 @pytest.mark.parametrize("kind", [Net, Configured])
@@ -102,3 +113,31 @@ def test_an_error_that_is_not_of_the_data_is_left_to_the_ranks() -> None:
     run(Configured, 300, first=short, places=300)
     with pytest.raises(DataError, match="the model refuses it: position_ids is None"):
         run(Net, 16, first=positions)
+
+
+def test_a_padding_mask_keeps_its_values_where_it_is_moved_to_the_weights() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    assert dry_run(model, next_token, None, batch) == DryRun(None, own_gradients=False)
+
+
+def test_gradients_of_a_models_own_are_seen() -> None:
+    class Hooked(Net):
+        def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+            logits = super().forward(input_ids, position_ids)
+            logits.register_hook(lambda grad: grad.clamp(-1, 1))
+            return logits
+
+    assert run(Net, 16) == DryRun(None, own_gradients=False)
+    assert run(Net, 16, first=lambda ids, at: Scaled.apply(torch.ones(1))).own_gradients
+    assert run(Hooked, 16).own_gradients
+    with torch.device("meta"):
+        net = Net()
+    net.head.register_full_backward_hook(lambda *_: None)
+    assert dry_run(net, next_token, None, {"input_ids": torch.zeros(2, 16).long()}).own_gradients
+    assert run(Configured, 300, places=300).own_gradients  # the rest of it has not run
+    assert run(Net, 16, first=lambda *_: dist.get_rank()).own_gradients

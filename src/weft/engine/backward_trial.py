@@ -23,6 +23,7 @@ from .own_gradients import find_own_gradient
 from .training_modes import training_modes
 from .trial_run import TrialRun
 from .trial_ways import TrialWay, positions_of, trial_ways, undivided
+from .whole_weights import WholeWeights
 
 PRECISIONS = ("fp64", "fp32")  # in others a small gradient may become zero
 
@@ -51,7 +52,7 @@ class BackwardTrial:
         Raises:
             UnsupportedModel: a gradient is not proportional to that of the output.
         """
-        held = {shard.name: shard for shard in shards}
+        weights = WholeWeights(self._plan, self._mesh, shards)
         group, device = self._mesh.group(*self._mesh.layout.active_axes()), self._mesh.device
         if group is not None:
             sample = broadcast_value(sample, 0, group)
@@ -61,7 +62,7 @@ class BackwardTrial:
         ways = [way for way in tried if way.precision in PRECISIONS]
         for way in ways:
             try:
-                found = self._find(way, ways, held)
+                found = self._find(way, ways, weights)
             except Exception:  # a kernel without this dtype, a backward that does not run here
                 continue
             break
@@ -69,26 +70,26 @@ class BackwardTrial:
             raise found
 
     def _find(
-        self, way: TrialWay, ways: Sequence[TrialWay], held: Mapping[str, LocalShard]
+        self, way: TrialWay, ways: Sequence[TrialWay], weights: WholeWeights
     ) -> UnsupportedModel | None:
         quickest = min(ways, key=lambda each: DTYPES[each.precision].itemsize)  # to look for any
         arguments = model_arguments(self._sequence.inputs, way.sample)
         micro, length = MicroBatch(way.sample, arguments), positions_of(self._sequence, way.sample)
 
         def forward() -> None:
-            run = self._run(quickest, held, 1.0)
+            run = self._run(quickest, weights, 1.0)
             with draws_seeded(run.model, self._mesh.device, 0):
                 run.output(model_arguments(self._sequence.inputs, quickest.sample))
 
         def backward(scale: float) -> Mapping[str, Tensor]:
-            run = self._run(way, held, scale)
+            run = self._run(way, weights, scale)
             with draws_seeded(run.model, self._mesh.device, 0):
                 return run(micro, length).grads
 
         bound = sqrt(torch.finfo(DTYPES[way.precision]).eps)
         return find_own_gradient(self._model, forward, backward, bound)
 
-    def _run(self, way: TrialWay, held: Mapping[str, LocalShard], scale: float) -> TrialRun:
+    def _run(self, way: TrialWay, weights: WholeWeights, scale: float) -> TrialRun:
         """The whole model in training mode."""
         alone = undivided(self._plan, way.precision)
         model = copy_without_weights(self._model)
@@ -96,4 +97,4 @@ class BackwardTrial:
             module.training = self._modes[name]
         parallelize(alone, model, self._mesh, self._sequence.randomness)
         precision = way.precision
-        return TrialRun(model, alone, self._mesh, precision, held, training=True, scale=scale)
+        return TrialRun(model, alone, self._mesh, precision, weights, training=True, scale=scale)

@@ -24,6 +24,7 @@ from .mixed_samples import Mixing, SamplePair, Seen, mixing_error
 from .sharding_trial import ShardingTrial
 from .trial_run import TrialRun
 from .trial_ways import TrialWay, trial_ways, undivided
+from .whole_weights import WholeWeights
 
 # relative; what computes with fewer digits is not looked at. In fp64 a model may compute its norms
 # in float32, which is within 1e-6
@@ -63,7 +64,7 @@ class SampleTrial:
         Raises:
             Refusal: the model or the loss mixes samples.
         """
-        held = {shard.name: shard for shard in shards}
+        weights = WholeWeights(self._plan, self._mesh, shards)
         group, device = self._mesh.group(*self._mesh.layout.active_axes()), self._mesh.device
         sample = {key: value[[0, -1]] for key, value in sample.items()}
         if group is not None:
@@ -74,18 +75,18 @@ class SampleTrial:
             if way.precision not in BOUNDS or (self._routes and way.precision != "fp64"):
                 continue
             try:
-                found = self._find(way, held)
+                found = self._find(way, weights)
             except Exception:  # a kernel without this dtype, a loss that takes no single sample
                 continue
             break
         if found is not None:
             raise mixing_error(found, self._model, self._loss, _divided(self._plan))
 
-    def _find(self, way: TrialWay, held: dict[str, LocalShard]) -> Mixing | None:
+    def _find(self, way: TrialWay, weights: WholeWeights) -> Mixing | None:
         plan, model = self._plan, copy_without_weights(self._model).eval()
         alone = undivided(plan, way.precision)
         parallelize(alone, model, self._mesh, self._sequence.randomness)
-        run = TrialRun(model, alone, self._mesh, way.precision, held)
+        run = TrialRun(model, alone, self._mesh, way.precision, weights)
         dtype = DTYPES[way.precision]
 
         def forward(batch: Batch, seen: Seen | None = None) -> Any:
@@ -138,7 +139,8 @@ class Trials:
         """
         samples = backward = None
         with suppress(Exception):  # a model that cannot be copied is trained untried
-            backward = BackwardTrial(model, plan, mesh, sequence)
+            if plan.own_gradients:
+                backward = BackwardTrial(model, plan, mesh, sequence)
             if plan.data_size > 1 or plan.accumulate > 1:
                 samples = SampleTrial(model, plan, mesh, sequence, loss)
         return cls(ShardingTrial.of(model, plan, mesh, sequence, sample), samples, backward)

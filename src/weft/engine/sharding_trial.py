@@ -55,6 +55,7 @@ from .whole_role import (
     glob_to_be_whole,
     with_whole_sequences,
 )
+from .whole_weights import WholeWeights
 
 
 class _RefusedByAll(Exception):
@@ -102,7 +103,7 @@ class ShardingTrial:
         Raises:
             UnsupportedModel: The sharded model does not run, or computes something else.
         """
-        held = {shard.name: shard for shard in shards}
+        weights = WholeWeights(self._plan, self._mesh, shards)
         group, device = self._mesh.group(*self._mesh.layout.active_axes()), self._mesh.device
         if group is not None:
             sample = broadcast_value(sample, 0, group)
@@ -115,15 +116,15 @@ class ShardingTrial:
         # in evaluation mode too: with one number for all that is drawn some branches never run
         for self._training in (False, True):
             try:
-                way, whole = self._whole(ways, held)
+                way, whole = self._whole(ways, weights)
             except TrialError as raised:  # it may run in the other mode alone, as Reformer's
                 problem = raised
                 continue
             if compared and not whole.output_shape:
                 continue  # in training mode it returns its loss, of which each rank has a part
             compared = True
-            self._compare_all(way, held, whole)
-            self._compare_other_branches(way, held, whole)
+            self._compare_all(way, weights, whole)
+            self._compare_other_branches(way, weights, whole)
         if compared or problem is None:
             return
         cause = problem.__cause__ or problem
@@ -132,7 +133,7 @@ class ShardingTrial:
         raise cause from None
 
     def _compare_other_branches(
-        self, way: TrialWay, held: dict[str, LocalShard], whole: TrialRecord
+        self, way: TrialWay, weights: WholeWeights, whole: TrialRecord
     ) -> None:
         """Those that have not been tried, that the whole model runs, and that change what it
         computes."""
@@ -140,36 +141,36 @@ class ShardingTrial:
         self._tried.update(branches)
         for self._branch in branches:
             try:
-                other = self._run(way, held, None, self._plan, None)
+                other = self._run(way, weights, None, self._plan, None)
             except TrialError:
                 continue
             if other.output_shape and not _are_same(whole, other):
                 with suppress(_RefusedByAll):
-                    self._compare_all(way, held, other)
+                    self._compare_all(way, weights, other)
         self._branch = None
 
-    def _compare_all(self, way: TrialWay, held: dict[str, LocalShard], whole: TrialRecord) -> None:
+    def _compare_all(self, way: TrialWay, weights: WholeWeights, whole: TrialRecord) -> None:
         if self._plan.layout.active_axes(*CUTTING):
-            self._compare(way, held, whole, self._plan, None)
+            self._compare(way, weights, whole, self._plan, None)
         if self._sequence:
-            self._compare_in_part(way, held, whole)
+            self._compare_in_part(way, weights, whole)
 
     def _whole(
-        self, ways: Sequence[TrialWay], held: dict[str, LocalShard]
+        self, ways: Sequence[TrialWay], weights: WholeWeights
     ) -> tuple[TrialWay, TrialRecord]:
         """What the whole model computes, in the first way in which it runs. Raises TrialError."""
         *others, last = ways
         for way in others:
             try:
-                return way, self._run(way, held, None, self._plan, None)
+                return way, self._run(way, weights, None, self._plan, None)
             except TrialError:
                 continue  # a kernel without this dtype, or a length that is fixed
-        return last, self._run(last, held, None, self._plan, None)
+        return last, self._run(last, weights, None, self._plan, None)
 
     def _run(
         self,
         way: TrialWay,
-        held: dict[str, LocalShard],
+        weights: WholeWeights,
         whole: TrialRecord | None,
         plan: Plan,
         sequence: ContextParallel | None,
@@ -195,7 +196,7 @@ class ShardingTrial:
             plan,
             mesh,
             way.precision,
-            held,
+            weights,
             sequence,
             whole,
             training=self._training,
@@ -208,9 +209,7 @@ class ShardingTrial:
         with draws_seeded(model, mesh.device, 0):
             return run(micro, positions_of(self._sequence, way.sample))
 
-    def _compare_in_part(
-        self, way: TrialWay, held: dict[str, LocalShard], whole: TrialRecord
-    ) -> None:
+    def _compare_in_part(self, way: TrialWay, weights: WholeWeights, whole: TrialRecord) -> None:
         """Where a module needs whole sequences, the refusal names the lines of [roles] with which
         the model is as the whole one, if there are such."""
         plan, lines = self._plan, dict[str, None]()
@@ -218,7 +217,7 @@ class ShardingTrial:
         first: MixesPositions | None = None
         while True:
             try:
-                self._compare(way, held, whole, plan, self._sequence)
+                self._compare(way, weights, whole, plan, self._sequence)
             except MixesPositions as problem:
                 first = first or problem
                 glob = glob_to_be_whole(self._model, plan, problem.module)
@@ -240,14 +239,14 @@ class ShardingTrial:
     def _compare(
         self,
         way: TrialWay,
-        held: dict[str, LocalShard],
+        weights: WholeWeights,
         whole: TrialRecord,
         plan: Plan,
         sequence: ContextParallel | None,
     ) -> None:
         group = self._mesh.group(*self._mesh.layout.active_axes())
         try:
-            found = self._run(way, held, whole, plan, sequence)
+            found = self._run(way, weights, whole, plan, sequence)
         except (TrialError, Refusal) as problem:
             if self._branch is not None and all_ranks_come(group, f"branch {next(self._places)}"):
                 raise _RefusedByAll from problem

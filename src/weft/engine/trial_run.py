@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from weft._torch.autograd import in_backward
 from weft._torch.tensors import without_function_modes
-from weft.core import COPY, DTYPES, EXPERTS, SUM, DtypeRule, LocalShard, Plan, Refusal, Weight
+from weft.core import COPY, DTYPES, EXPERTS, SUM, DtypeRule, Plan, Refusal, Weight
 from weft.nn import module_calls
 from weft.parallel import FEATURE_AXES, SEQUENCE_AXES, Mesh
 from weft.pipeline import tensors_in
@@ -30,6 +30,7 @@ from .microbatch import MicroBatch
 from .random_projection import RandomProjection
 from .trial_branches import Branch, BranchReads
 from .trial_functions import TrialFunctions
+from .whole_weights import WholeWeights
 
 Call = tuple[str, int]  # a module, and which call of it
 
@@ -65,7 +66,7 @@ class TrialRun:
         plan: what it is sharded by.
         mesh: where this rank computes.
         precision: what is computed in: "fp64", "fp32" or the plan's own.
-        held: this rank's part of each weight that it trains, by name.
+        weights: gives each weight whole, by name.
         sequence: what divides the sequence, if it is divided.
         whole: the record of the whole model, if this one is sharded.
         training: whether the model runs as in training mode.
@@ -79,14 +80,14 @@ class TrialRun:
         plan: Plan,
         mesh: Mesh,
         precision: str,
-        held: Mapping[str, LocalShard],
+        weights: WholeWeights,
         sequence: ContextParallel | None = None,
         whole: TrialRecord | None = None,
         training: bool = False,
         branch: Branch | None = None,
         scale: float = 1.0,
     ):
-        self._plan, self._mesh, self._held = plan, mesh, held
+        self._plan, self._mesh, self._whole_weight = plan, mesh, weights
         self._sequence, self._whole = sequence, whole
         self._rule, self._dtype = DtypeRule(precision), DTYPES[precision]
         self._table, self._weights = plan.params(), {w.name: w for w in plan.weights}
@@ -110,18 +111,10 @@ class TrialRun:
     # ---- weights ---------------------------------------------------------------------------------
 
     def _make(self, name: str) -> Tensor:
-        """This rank's part of a weight, as it is computed with. Gathered whole, one at a time."""
-        weight, device = self._weights[name], self._mesh.device
-        tensor = torch.zeros(weight.shape, dtype=weight.dtype, device=device)
-        shard = self._held.get(name)
-        if shard is not None and shard.writer:
-            for local, position in shard.chunks:
-                tensor[position] = shard.tensor[local].to(device)
-        group = self._mesh.group(*self._mesh.layout.active_axes())
-        if group is not None:
-            dist.all_reduce(tensor, group=group)
+        """This rank's part of a weight, as it is computed with."""
+        tensor = self._whole_weight(name)
         if self._whole is not None:
-            for dim, rows in enumerate(self._rows_of(weight)):
+            for dim, rows in enumerate(self._rows_of(self._weights[name])):
                 tensor = tensor if rows is None else tensor.index_select(dim, rows)
         if tensor.is_floating_point():
             low = self._rule.low

@@ -7,6 +7,7 @@ import os
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from weft._torch.autograd import watch_backward
 from weft._torch.trees import tree_leaves, tree_map
 from weft.core import ConfigError, DataError, Refusal
 from weft.nn import Loss, check_learns, model_arguments, named_inputs, weighed_loss
@@ -29,6 +31,19 @@ NOT_SAID_OF_DATA = (os.path.dirname(torch.__file__) + os.sep, __file__)
 BOUNDS = {"clamp", "clamp_", "clip", "minimum", "min", "remainder", "fmod", "where", "__mod__"}
 
 
+@dataclass(frozen=True)
+class DryRun:
+    """What the run of a model without weights has shown.
+
+    Args:
+        error: what ended it.
+        own_gradients: whether autograd functions or hooks of the model's own may change gradients.
+    """
+
+    error: Exception | None = None
+    own_gradients: bool = True
+
+
 def dry_run(
     model: nn.Module,
     loss: Loss,
@@ -37,7 +52,7 @@ def dry_run(
     *,
     counted: bool = False,
     metrics: Sequence[Loss] = (),
-) -> Exception | None:
+) -> DryRun:
     """Run a model and its loss on a sample, as far as shapes and the sample's values take them:
     another error than a refusal ends it, and is returned. It takes no memory: a model with weights
     is not run.
@@ -58,7 +73,7 @@ def dry_run(
             sample has, or the model's output has no gradient.
     """
     if not all(p.is_meta for p in model.parameters()):
-        return None
+        return DryRun()
     names = named_inputs(model) if inputs is None else inputs
     batch, length = _first_positions(model, names, sample)
     whole = all(batch[key] is entry for key, entry in sample.items())
@@ -67,9 +82,12 @@ def dry_run(
         if first is not None and first.ndim > 1:
             batch["position_ids"] = torch.arange(first.shape[1]).expand(*first.shape[:2])
     values = KeptValues(model, sample, length, length if whole else POSITIONS)
+    own_gradients = not whole or any(module._backward_hooks for module in model.modules())
     with suppress(_Unknown), torch.random.fork_rng([]), torch.enable_grad(), values:
         try:
-            output = model(**model_arguments(names, batch))
+            with watch_backward() as own:
+                output = model(**model_arguments(names, batch))
+            own_gradients |= bool(own)
             for function in (loss, *metrics):
                 field = "loss" if function is loss else "train.eval_metrics"
                 with _refuse_missing_entry(field, function, batch):
@@ -79,19 +97,22 @@ def dry_run(
                         check_learns(function, total, weight)
                     except ConfigError as error:
                         if any(t.requires_grad for t in tree_leaves(output, Tensor)):
-                            return error  # the loss may be 0 for these samples alone
+                            return DryRun(
+                                error, own_gradients
+                            )  # the loss may be 0 for these samples alone
                         raise
         except (Refusal, _Unknown):
             raise
         except ValueError as error:
             raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
             if values.lost or not whole or raised_in.startswith(NOT_SAID_OF_DATA):
-                return error
+                return DryRun(error)
             fix = "give other samples, or another model"
             raise DataError("data", "a sample", f"the model refuses it: {error}", fix) from error
         except Exception as error:  # without values a model may fail in any way
-            return error
-    return None
+            return DryRun(error)
+        return DryRun(own_gradients=own_gradients)
+    return DryRun()
 
 
 @contextmanager
@@ -164,9 +185,10 @@ class KeptValues(TorchFunctionMode):
             raise _Unknown
         if func is torch.arange:
             kwargs["device"] = "cpu"
-        found: list[Tensor] = []
-        tree_map(lambda t: found.append(t) if isinstance(t, Tensor) else None, (args, kwargs))
+        found = tree_leaves((args, kwargs), Tensor)
         bare = [t for t in found if t.is_meta]
+        if func is Tensor.to and not bare:  # moved to where the weights are
+            args, kwargs = tree_map(_kept_here, (args, kwargs))
         if not bare and getattr(func, "__name__", "") in BOUNDS:
             self._bounded |= any(t.dtype in (torch.int64, torch.int32) for t in found)
         self.lost |= bool(bare)
@@ -208,6 +230,10 @@ class KeptValues(TorchFunctionMode):
             f" {rows} rows",
             fix if odd >= 0 else "correct the data, or what the model makes of it",
         )
+
+
+def _kept_here(leaf: Any) -> Any:
+    return torch.device("cpu") if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
 
 
 def _without_values(leaf: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -133,11 +134,11 @@ def check_run(
     check_inputs(bare, inputs, first_samples(train, 1)[0])
     check_labels(loss, sample)
     counted = any(laid.layout.size(*SEQUENCE_AXES) > 1 for laid in plans)
-    failed = dry_run(bare, loss, inputs, sample, counted=counted, metrics=[*metrics.values()])
-    if failed or has_odd_dtypes(bare, inputs, sample):
+    tried = dry_run(bare, loss, inputs, sample, counted=counted, metrics=[*metrics.values()])
+    if tried.error or has_odd_dtypes(bare, inputs, sample):
         micro = sample_batch(run, train, samples_together(plans[0]))
         confirm_fault(run, bare, loss, inputs, micro, [*metrics.values()])
-    return plans
+    return [replace(each, own_gradients=tried.own_gradients) for each in plans]
 
 
 def _check_own_optimizer(run: RunConfig, factory: OptimizerFactory) -> None:
