@@ -63,7 +63,8 @@ class Plan:
     whole_batch: bool = False  # the loss is one of all samples, of all microbatches and data ranks
     pairs: frozenset[int] = frozenset()  # leaves of the output that compare samples, if whole_batch
     of_one_state: tuple[str, ...] = ()  # axes that keep, alone, what the forward changes of weights
-    own_gradients: bool = True  # functions or hooks of the model's own may change gradients
+    # whether functions or hooks of the model's own may change gradients: a trial tells
+    own_gradients: bool = field(default=True, compare=False)
     every: tuple[Weight, ...] = ()  # in a part of a plan: the weights of the whole
 
     @property
