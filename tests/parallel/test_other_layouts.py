@@ -13,7 +13,7 @@ from tests.verification.nets_of_architectures import ARCHITECTURES
 from weft.core import Layout
 from weft.core.errors import ConfigError, NeedsData, NothingToDivide, Refusal, UnsupportedModel
 from weft.losses import classification
-from weft.parallel.changed_weights import changed_weights
+from weft.parallel.forward_record import ForwardRecord
 from weft.parallel.other_layouts import name_others
 from weft.parallel.plan_request import PlanRequest
 
@@ -66,12 +66,16 @@ class Scales(nn.Module):
 def test_weights_that_a_forward_changes() -> None:
     request = ARCHITECTURES["pixel-cnn"]
     data = {key: value[:2] for key, value in request.data().items()}
-    found = changed_weights(PlanRequest(request.build(), Layout.parse("fsdp2"), 8, sample=data))
-    assert found == ("net.0.weight", "net.3.weight", "net.6.weight")
+    asked = PlanRequest(request.build(), Layout.parse("fsdp2"), 8, sample=data)
+    assert ForwardRecord(asked).changed_weights() == (
+        "net.0.weight",
+        "net.3.weight",
+        "net.6.weight",
+    )
     sample = {"x": torch.randn(2, 4)}
     for in_place, names in ((True, ("second.weight",)), (False, ())):
         asked = PlanRequest(Scales(in_place), Layout.parse("fsdp2"), 8, sample=sample)
-        assert changed_weights(asked) == names
+        assert ForwardRecord(asked).changed_weights() == names
 
 
 def test_without_experts_layouts_of_samples_and_stages_are_named() -> None:

@@ -20,7 +20,7 @@ from weft.core import (
 )
 
 from .axes import DATA_AXES, EXPERT_AXES, FEATURE_AXES, STATE_AXES, TOKEN_AXES
-from .changed_weights import changed_weights, changes_state
+from .forward_record import record_forward
 from .plan_request import PlanRequest
 
 _OF_ONE_STATE = (*FEATURE_AXES, STAGE_AXIS)  # whose ranks have the same samples
@@ -34,7 +34,8 @@ def plan_or_name_others(request: PlanRequest, plan: Callable[[PlanRequest], Plan
         made = plan(request)
     except NothingToDivide as problem:
         raise name_others(problem, request, plan) from None
-    if made.layout.active_axes(*TOKEN_AXES) and changes_state(request):
+    record = record_forward(request) if made.layout.active_axes(*TOKEN_AXES) else None
+    if record is not None and record.changes_state():
         taken = (axis for axis in _OF_ONE_STATE if _refusal(axis, request, plan) is None)
         return replace(made, of_one_state=tuple(taken))
     return made
@@ -73,7 +74,8 @@ def _refusal(
         return why
     except Refusal:  # of a size, or a setting beside the model
         return None
-    changed = changed_weights(asked) if axis in STATE_AXES else ()
+    record = record_forward(asked) if axis in STATE_AXES else None
+    changed = record.changed_weights() if record is not None else ()
     if changed:
         return UnsupportedModel(
             "layout",

@@ -40,6 +40,7 @@ class PlanRequest:
     float8: str = "off"
     parts: Mapping[str, str] = field(default_factory=dict)
     fsdp_units: str | int | tuple[str, ...] = BLOCKS
+    records: list[Any] = field(default_factory=list, compare=False, repr=False)  # `record_forward`
 
     def with_twice_the_samples(self) -> PlanRequest:
         """The request with its sample two times over: what grows counts samples."""

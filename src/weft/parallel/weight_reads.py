@@ -1,28 +1,18 @@
 """Weights that a forward reads elsewhere than in the module they belong to, as in
-`F.linear(x, self.embedding.weight)`: there it would meet a rank's part of them. Found by a run on
-tensors without elements."""
+`F.linear(x, self.embedding.weight)`: there it would meet a rank's part of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
 
-from torch import nn
-from torch.overrides import TorchFunctionMode
-
-from weft._torch.autograd import around_functions
-from weft._torch.tensors import fake_mode
 from weft.core import ConfigError, Part, Step, UnsupportedModel, field_of_part, is_inside
-from weft.nn import Chain, Roles, callable_blocks, chain_module, module_calls
-from weft.pipeline import tensors_read
+from weft.nn import Chain, Roles, callable_blocks, chain_module
 
 from .axes import FEATURE_AXES, VOCABULARY_AXES
-from .direct_forward import call_forwards_with_hooks
+from .forward_record import record_forward
 from .plan_request import PlanRequest
-from .without_elements import copy_without_elements, without_elements
 
 
 def without_weights_read_elsewhere(request: PlanRequest, roles: Roles) -> Roles:
@@ -140,57 +130,17 @@ def _read_elsewhere(
         owned: each weight with its module.
         again: an autograd function of the model reads all weights of what it calls.
     """
-    mode = fake_mode()
-    model = copy_without_elements(request.model, mode)
-    call_forwards_with_hooks(model)  # as the model that is laid out does
-    holders: dict[int, list[str]] = {}
-    for name, owner in owned:
-        module, _, leaf = name.rpartition(".")
-        weight = getattr(model.get_submodule(module), leaf, None)
-        if isinstance(weight, nn.Parameter):
-            holders.setdefault(id(weight), []).append(owner)
-    reads = _Reads(holders, model)
-    try:
-        with ExitStack() as stack:
-            reads.inside = stack.enter_context(module_calls(model))
-            if again:
-                stack.enter_context(around_functions(reads.begin, reads.end))
-            stack.enter_context(without_elements(mode))
-            stack.enter_context(reads)
-            model(**request.arguments())
-    except Exception:  # the rest of it is not seen; a trial compares the numbers
-        pass
-    return reads.found
-
-
-class _Reads(TorchFunctionMode):
-    """Which weights, by id, are read where no module that holds them runs, or only within an
-    autograd function."""
-
-    def __init__(self, holders: Mapping[int, list[str]], model: nn.Module):
-        super().__init__()
-        self._holders, self._model = holders, model
-        self.inside: list[str] = []
-        self.found: dict[str, str] = {}
-        self._functions: list[tuple[str, int]] = []  # that run: name, how many modules ran before
-
-    def begin(self, function: str) -> None:
-        """An autograd function begins its forward."""
-        self._functions.append((function, len(self.inside)))
-
-    def end(self) -> None:
-        """The innermost one ends it."""
-        self._functions.pop()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        for tensor in tensors_read(func, args, kwargs or {}):
-            holders = self._holders.get(id(tensor), [])
-            function, outside = self._functions[0] if self._functions else ("", None)
-            if holders and not any(name in self.inside[:outside] for name in holders):
-                called = any(name in self.inside for name in holders)
-                reader = function if called else self.inside[-1] if self.inside else ""
-                by = reader or type(self._model).__name__
-                self.found |= {name: by for name in holders if name not in self.found}
-        return func(*args, **(kwargs or {}))
+    record, found = record_forward(request), dict[str, str]()
+    holders: dict[str, list[str]] = {}
+    for weight, owner in owned:
+        holders.setdefault(weight, []).append(owner)
+    for read in record.reads if record is not None else ():
+        owners = [owner for name in read.weight for owner in holders.get(name, ())]
+        outside = read.inside[: read.outside] if again else read.inside
+        if not owners or any(name in outside for name in owners):
+            continue
+        called = any(name in read.inside for name in owners)
+        reader = read.function if called else read.inside[-1] if read.inside else ""
+        by = reader or type(request.model).__name__
+        found |= {name: by for name in owners if name not in found}
+    return found
