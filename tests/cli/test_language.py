@@ -57,9 +57,9 @@ def test_help_is_in_chinese(path: tuple[str, ...], tmp_path: Path) -> None:
             ["draw", "1f1b", "--forward", "x"],
             ["'x'：既不是数，也不是一组数。写 1.5 或"],
         ),
-        (["train"], ["缺少参数 'RUN.toml'。", "用 'weft train --help' 查看帮助"]),
+        (["train"], ["weft: 缺少参数 'RUN.toml' （帮助：weft train --help）"]),
         (["train", "--nope"], ["没有选项 --nope"]),
-        (["nope"], ["没有命令 'nope'。"]),
+        (["nope"], ["没有命令 'nope' （帮助：weft --help）"]),
         (["draw", "1f1b", "--local", "-1"], ["'--local' 的值无效：应不小于 0"]),
     ],
 )

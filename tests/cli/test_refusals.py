@@ -343,10 +343,27 @@ def test_launched_processes_must_be_as_many_as_the_layout_has(
     assert (result.exit_code, result.stderr) == (2, "")
 
 
-def test_a_wrong_command_line_is_refused() -> None:
-    assert weft_("trian").exit_code == 2
-    assert weft_("train").exit_code == 2
-    assert weft_("train", "small.toml", "--nproc", "two").exit_code == 2
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["trian"], "No such command 'trian'. Did you mean 'train'?"),
+        (["train"], "Missing argument 'RUN.toml'"),
+        (["train", "small.toml", "--nproc"], "Option '--nproc' requires an argument"),
+        (["train", "small.toml", "--nproc", "two"], "Invalid value for '--nproc': "),
+        (["train", "small.toml", "--set", "train.steps", "3"], "Got unexpected extra argument"),
+        (["checkpoint", "shw"], "No such command 'shw'. Did you mean 'show'?"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_in_one_line(words: list[str], says: str) -> None:
+    result = weft_(*words)
+    assert result.exit_code == 2 and result.stderr.startswith(f"weft: {says}")
+    assert result.stderr.endswith(" --help)\n") and result.stderr.count("\n") == 1
+
+
+def test_a_command_without_words_shows_its_help() -> None:
+    for words in ([], ["checkpoint"]):
+        result = weft_(*words)
+        assert result.exit_code == 2 and "Usage: " in result.output + result.stderr
 
 
 def test_a_fault_of_the_users_own_code_is_named_with_its_line() -> None:

@@ -20,9 +20,9 @@ PANELS = {"argument": "Arguments", "option": "Options"}
 class _Translated:
     """What typer says of wrong words, and its headings, translated."""
 
-    def make_context(self, *arguments: Any, **options: Any) -> Any:
-        with _usage_errors():
-            return super().make_context(*arguments, **options)  # type: ignore[misc]
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with _usage_errors(ctx):
+            return super().parse_args(ctx, args)  # type: ignore[misc]
 
     def get_usage(self, ctx: Any) -> str:
         return translate(super().get_usage(ctx))  # type: ignore[misc]
@@ -49,19 +49,22 @@ class CommandGroup(_Translated, TyperGroup):
     """Commands below one name."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        with _usage_errors():
+        with _usage_errors(ctx):
             return super().resolve_command(ctx, args)
 
 
 @contextmanager
-def _usage_errors() -> Iterator[None]:
+def _usage_errors(ctx: Any) -> Iterator[None]:
+    """What typer says of wrong words, in one line as other errors are said."""
     try:
         yield
     except UsageError as error:
-        said = error.format_message()
-        if translate(said) == said:
+        if type(error).show is not UsageError.show:  # there are no words: help is shown
             raise
-        raise UsageError(translate(said), error.ctx) from None
+        said = " ".join(translate(error.format_message()).split())
+        hint = translate(f"(help: {ctx.command_path} --help)")
+        typer.echo(f"weft: {said.rstrip('.。')} {hint}", err=True)
+        raise typer.Exit(error.exit_code) from None
 
 
 def asked_language(words: Sequence[str]) -> str | None:
