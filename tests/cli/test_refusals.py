@@ -156,6 +156,16 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
             'train.bacth = 4: is not a key of [train]. Did you mean "batch"?',
         ),
         (
+            "train small.toml --set train.lr=4",
+            "train.lr = 4: is not a key of [train]. Did you mean optimizer.lr?",
+        ),
+        (
+            "train small.toml --set train.checkpoint_every=4",
+            "is not a key of [train]. Did you mean checkpoint.every?",
+        ),
+        ("train small.toml --set train.precision=fp32", "Did you mean [precision]?"),
+        ("train small.toml --set train.build=a:b", "is not a key of [train]. Known: acc"),
+        (
             "train small.toml --set train.batch",
             "--set = 'train.batch': has no =. Write --set train.steps=20.",
         ),

@@ -224,6 +224,8 @@ class LRScheduleConfig(CallableTable):
 class OptimizerConfig(CallableTable):
     """[optimizer]"""
 
+    usual = ("lr", "weight_decay", "betas", "eps", "momentum")
+
     # None beside build alone
     name: str | None = Field(
         default=None,

@@ -6,12 +6,14 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, ClassVar, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from .errors import ConfigError, nearest
+from .errors import ConfigError, either, nearest
+
+FEW = 3  # tables that may have a key of this name, so that they are named
 
 # lists of TOML are tuples here
 AS_TUPLE = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
@@ -28,6 +30,7 @@ class CallableTable(BaseModel):
     """A table that names a callable; its other keys are arguments of that callable."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+    usual: ClassVar[tuple[str, ...]] = ()  # arguments that most of these callables take
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -143,6 +146,23 @@ def _tables_in(annotation: Any) -> list[type[BaseModel]]:
     return found
 
 
+def _keys_of_tables(model: type[BaseModel], key: str) -> list[str]:
+    """The table, or the keys of tables, that a key of a file may stand for: [precision],
+    optimizer.lr for `lr`, checkpoint.every for `checkpoint_every`. None where many have its
+    name."""
+    found = []
+    for name, info in model.model_fields.items():
+        inside = info.annotation
+        tables = [inside] if isinstance(inside, type) else _tables_in(inside)
+        for table in tables:
+            if not issubclass(table, BaseModel):
+                continue
+            keys = (*table.model_fields, *(table.usual if issubclass(table, CallableTable) else ()))
+            found += [f"[{name}]"] if key == name else []
+            found += [f"{name}.{each}" for each in keys if key in (each, f"{name}_{each}")]
+    return found if len(found) <= FEW else []
+
+
 def _refusal(error: ErrorDetails, model: type[BaseModel], file: str) -> ConfigError:
     owner, path = _owner(model, error["loc"])
     fields = owner.model_fields
@@ -155,7 +175,9 @@ def _refusal(error: ErrorDetails, model: type[BaseModel], file: str) -> ConfigEr
     about = fields[path[-1]].description if path and path[-1] in fields else None
     if kind == "extra_forbidden":
         place = f"[{'.'.join(path[:-1])}]" if len(path) > 1 else f"a {file}"
-        return ConfigError(field, value, f"is not a key of {place}", nearest(path[-1], fields))
+        others = _keys_of_tables(model, path[-1])
+        hint = f"did you mean {either(others)}?" if others else nearest(path[-1], fields)
+        return ConfigError(field, value, f"is not a key of {place}", hint)
     if kind == "missing":
         what = f"{path[-1]} in [{path[0]}]: {about}" if len(path) > 1 else f"the table [{path[0]}]"
         return ConfigError(field, None, "is missing", f"write {what}")
