@@ -163,6 +163,13 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
             "train small.toml --set train.checkpoint_every=4",
             "is not a key of [train]. Did you mean checkpoint.every?",
         ),
+        (
+            "train small.toml --set train.loss=next_token",
+            "train.loss = 'next_token': is not of the form package.module:callable. Did you mean"
+            ' "weft.losses:next_token"?',
+        ),
+        ("train small.toml --set train.loss=weft.losses.mse", '"weft.losses:mse"?'),
+        ("train small.toml --set train.loss=a.b.mine", 'Write "a.b:mine" for mine in a/b.py.'),
         ("train small.toml --set train.precision=fp32", "Did you mean [precision]?"),
         ("train small.toml --set train.build=a:b", "is not a key of [train]. Known: acc"),
         (

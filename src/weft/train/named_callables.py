@@ -36,12 +36,8 @@ def resolve_callable(
     Raises ConfigError."""
     module_name, colon, attribute = name.partition(":")
     if not (module_name and colon and attribute):
-        raise ConfigError(
-            field,
-            name,
-            "is not of the form package.module:callable",
-            'write as in "weft.models:decoder"',
-        )
+        fix = _with_colon(name) if not colon else 'write as in "weft.models:decoder"'
+        raise ConfigError(field, name, "is not of the form package.module:callable", fix)
     if "/" in module_name or module_name.endswith(".py"):
         module = module_name.removesuffix(".py").removeprefix("./").replace("/", ".").strip(".")
         problem = "names a file, and not a module"
@@ -80,6 +76,16 @@ def resolve_callable(
             "name a function",
         )
     return found
+
+
+def _with_colon(name: str) -> str:
+    """What to write in the place of a name without a colon."""
+    module, _, last = name.rpartition(".")
+    for own in _OWN:
+        if module in ("", own) and last in importlib.import_module(own).__all__:
+            return f'did you mean "{own}:{last}"?'
+    module = module or "file"
+    return f'write "{module}:{last}" for {last} in {module.replace(".", "/")}.py'
 
 
 def _instead(missing: str) -> str:
