@@ -56,7 +56,7 @@ PROGRAMS = [
 
 # Commands that are only parsed, and why.
 NOT_RUN = {
-    r"^(pip install|source) ": "changes the environment",
+    r"^(pip (install|wheel)|source) ": "changes the environment, or downloads torch",
     r"^\./(quickstart|test)\.sh|^python (docs|benchmarks)/|^mkdocs|^tensorboard": "takes minutes",
     r"^weft calibrate": "measures the machine for minutes, or reads the reader's own runs",
     r"^(sbatch|kubectl|scancel|srun) ": "needs a cluster",
