@@ -1,15 +1,32 @@
-"""The signals that tell a run to stop: SIGTERM, and SIGUSR1, which users of SLURM often choose.
-No torch."""
+"""The signals that tell a run to stop: SIGTERM, SIGUSR1, which users of SLURM often choose, and
+SIGHUP, with which a terminal closes. No torch."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-STOP = (signal.SIGTERM, signal.SIGUSR1)
+STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Those that this process is to hear: nohup has a run outlive its terminal."""
+    return [n for n in STOP if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+
+
+def leave_closed_terminal() -> None:
+    """What is written to a terminal that has closed goes nowhere from now on: it would raise."""
+    for stream in (1, 2):
+        try:
+            os.write(stream, b"")
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream)
+            os.close(nowhere)
 
 
 @contextmanager
@@ -21,9 +38,10 @@ def on_stop_signal(then: Callable[[], None]) -> Iterator[None]:
         return
 
     def handle(number: int, frame: FrameType | None) -> None:
+        leave_closed_terminal()
         then()
 
-    before = {number: signal.signal(number, handle) for number in STOP}
+    before = {number: signal.signal(number, handle) for number in stop_signals()}
     try:
         yield
     finally:
