@@ -99,7 +99,8 @@ class SamplePair:
         return True
 
     def _mixed(self, leaf: int, dim: int, place: int, alone: Tensor, pair: list[Any]) -> float:
-        """The error that a sample's row of a leaf has beside another sample; 0 if it is none."""
+        """The bound above which a sample's row of a leaf differs beside another sample; 0 if it
+        does not."""
         row = pair[leaf].narrow(dim, place, 1)
         if _differ(alone, row, self._bound):
             return self._bound
@@ -118,7 +119,9 @@ class SamplePair:
         dims = [_sample_dim(*both) for both in zip(together, singles[0], strict=True)]
         for leaf in used:
             dim = dims[leaf]
-            for place in (0, 1) if dim is not None else ():  # a recurrence knows what came before
+            for place in (0, 1):  # a recurrence knows what came before
+                if dim is None:
+                    continue
                 bound = self._mixed(leaf, dim, place, singles[place][leaf], together)
                 if bound:
                     if not self._repeats(singles[0], bound):
