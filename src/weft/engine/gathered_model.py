@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from weft._torch.modules import replace_parameters, replace_references
+from weft._torch.tensors import without_function_modes
 from weft._torch.trees import tree_flatten
 from weft.core import is_inside
 from weft.nn import is_cache
@@ -206,11 +207,13 @@ class _Recomputed(torch.autograd.Function):
         ctx.run, ctx.whole, ctx.around = run, whole, around
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
-        inputs = _leaves(ctx, tensors)
+        with without_function_modes():  # which follow what the forward does
+            inputs = _leaves(ctx, tensors)
         with torch.enable_grad(), whole():
             # what changes its input in place must find it unchanged again
             made = run([tensor.clone() for tensor in inputs], False)
-        outputs = [tensor.detach() for tensor in made]
+        with without_function_modes():
+            outputs = [tensor.detach() for tensor in made]
         ctx.mark_non_differentiable(*(x for x in outputs if not x.is_floating_point()))
         return tuple(outputs)
 
