@@ -52,8 +52,9 @@ from .gate import LOOPBACK, Passage, TokenGate, run_token
 from .log import log_line
 from .rendezvous import Rendezvous, listen_at
 from .scratch_folder import ScratchFolder
-from .signals import leave_closed_terminal, stop_signals
+from .signals import stop_signals
 from .stores import join_hosts_store, keep_for_hosts, keep_store
+from .terminal import leave_closed_terminal
 
 COME_S = 600.0  # for the least number of hosts to come
 NAMED_S = 60.0  # for the name of the one where they meet to stand for an address

@@ -3,12 +3,13 @@ SIGHUP, with which a terminal closes. No torch."""
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from .terminal import leave_closed_terminal, outliving_terminal
 
 STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
@@ -16,17 +17,6 @@ STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 def stop_signals() -> list[signal.Signals]:
     """Those that this process is to hear: nohup has a run outlive its terminal."""
     return [n for n in STOP if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-
-
-def leave_closed_terminal() -> None:
-    """What is written to a terminal that has closed goes nowhere from now on: it would raise."""
-    for stream in (1, 2):
-        try:
-            os.write(stream, b"")
-        except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream)
-            os.close(nowhere)
 
 
 @contextmanager
@@ -43,7 +33,8 @@ def on_stop_signal(then: Callable[[], None]) -> Iterator[None]:
 
     before = {number: signal.signal(number, handle) for number in stop_signals()}
     try:
-        yield
+        with outliving_terminal():
+            yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
