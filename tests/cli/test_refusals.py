@@ -170,6 +170,10 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ("train small.toml --set train.loss=weft.losses.mse", '"weft.losses:mse"?'),
         ("train small.toml --set train.loss=a.b.mine", 'Write "a.b:mine" for mine in a/b.py.'),
+        (
+            "train small.toml --output s3://bucket/run",
+            "output = 's3://bucket/run': is an address, and a run writes to a folder. Name a",
+        ),
         ("train small.toml --set train.precision=fp32", "Did you mean [precision]?"),
         ("train small.toml --set train.build=a:b", "is not a key of [train]. Known: acc"),
         (

@@ -1107,7 +1107,6 @@ def test_a_forward_is_followed_where_that_changes_what_it_computes(pool: Pool, w
     [
         ("mask", False, "says nothing of other ranks' keys"),
         ("other", False, "keys for .* queries on a rank: to another sequence, or"),
-        ("none", False, "never calls scaled_dot_product_attention"),
         ("sum", True, "changes the model's output"),
         ("sum", False, "changes the model's output"),
     ],
@@ -1115,6 +1114,12 @@ def test_a_forward_is_followed_where_that_changes_what_it_computes(pool: Pool, w
 def test_refused_where_it_runs(pool: Pool, what: str, tried: bool, says: str) -> None:
     with pytest.raises((Refusal, WorkerDied), match=says):
         pool.run(engine_of, what, "cp2", tried, world=2)
+
+
+def test_a_model_without_attention_runs_on_parts(pool: Pool) -> None:
+    assert pool.run(engine_of, "none", "cp2", True, world=2)[0] == pytest.approx(
+        pool.run(engine_of, "none", "dp1", True, world=1)[0]
+    )
 
 
 def test_masks_of_transformers_are_its_own_again_after_a_forward() -> None:

@@ -74,6 +74,21 @@ class Centred(nn.Module):
         return self.last(x - x.mean(0))
 
 
+class Shared(Centred):
+    """Adds very little of what the batch has in common."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(x + 1e-7 * x.mean(0))
+
+
+class Rounded(Centred):
+    """One row is rounded otherwise than two, as by another kernel of float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x)) * (1 + 1e-7 / len(x))
+
+
 class Converging(nn.Module):
     """Iterates until the batch has converged, as deep equilibrium models do: a sample changes by
     1e-4 with what stands beside it."""
@@ -267,6 +282,7 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict], Any, type, 
         r"the output of blocks\.0\.self_attn .* Give blocks\.0\.self_attn batch_first=True",
     ),
     "centred": (Centred, features, mse, UnsupportedModel, "the output of last .* compute each|C"),
+    "a-little": (Shared, features, mse, UnsupportedModel, "the output of last .* Compute"),
     "converging": (Converging, features, mse, UnsupportedModel, "the output of last .* Compute"),
     "record": (
         CentredRecord,
@@ -301,6 +317,7 @@ SOUND: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict], Any]] = {
     "batchnorm": (partial(convnet, 8, 5), images, classification),
     "batch-statistics": (BatchStatistics, features, mse),
     "noisy": (Noisy, features, mse),
+    "rounded": (Rounded, features, mse),
     "unused": (WithUnused, features, of_logits),
     "mean-and-one": (Straight, features, mean_and_one),
     "own-mean": (Averaged, words, times_count),

@@ -142,6 +142,21 @@ class Checkpointed(nn.Module):
         return x + checkpoint(self.attention, x, use_reentrant=self.reentrant)
 
 
+class TakesGradients(nn.Module):
+    """Moves its output down the gradient of a loss of its own, as test-time training does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.inner = FusedAttention(DIM, 4), nn.Parameter(torch.eye(DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        weight = self.inner + 0.0
+        loss = (x @ weight - x.tanh()).square().mean()
+        (grad,) = torch.autograd.grad(loss, weight, create_graph=True)
+        return x + (x.detach() @ (weight - grad)).tanh()
+
+
 class SometimesMixed(nn.Module):
     """Adds the mean over positions to half of the samples in training, and to all in evaluation."""
 
@@ -329,6 +344,12 @@ def test_a_small_mixture_of_positions_is_refused(pool: Pool, layout: str, sample
 def test_what_mixes_positions_in_training_alone_is_refused(pool: Pool) -> None:
     with pytest.raises(UnsupportedModel, match="sequence, in training mode, changes the model's"):
         pool.run(begin, partial(with_blocks, MixedInTraining), "cp2", world=2)
+
+
+def test_a_forward_that_takes_gradients_of_its_own_is_tried(pool: Pool) -> None:
+    build = partial(with_blocks, TakesGradients)
+    want = pool.run(begin, build, "dp1", world=1)[0]
+    assert pool.run(begin, build, "tp2", world=2)[0] == pytest.approx(want, rel=1e-5)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -3,11 +3,16 @@ run left alone."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import random
 import re
 import signal
+import subprocess
+import sys
+import termios
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.commands import Command, children, launched
+from tests.commands import PATH, Command, children, launched
 from tests.train.test_trainer import RUN, Ramps
 from weft import checkpoint
 from weft.core.errors import DamagedCheckpoint, WeftError, WorkerDied
@@ -36,15 +41,20 @@ class Slow(Ramps):
         return super().__getitem__(index)
 
 
-@contextmanager
-def begun(folder: Path, axes: str, *more: str, launcher: tuple[str, ...] = ()) -> Iterator[Any]:
+def words(folder: Path, axes: str, *more: str) -> list[str]:
+    """Of the command that begins a run there."""
     folder.mkdir(parents=True, exist_ok=True)
     text = RUN.replace("tests.train.test_trainer:Ramps", "tests.train.test_failures:Slow").replace(
         "steps = 6", f"steps = {STEPS}"
     )
     (folder / "run.toml").write_text(text)
     asked = ["train", str(folder / "run.toml"), "--output", str(folder / "out"), "--layout", axes]
-    asked += ["--set", "checkpoint.every=2", "--set", "checkpoint.restarts=9", *more]
+    return [*asked, "--set", "checkpoint.every=2", "--set", "checkpoint.restarts=9", *more]
+
+
+@contextmanager
+def begun(folder: Path, axes: str, *more: str, launcher: tuple[str, ...] = ()) -> Iterator[Any]:
+    asked = words(folder, axes, *more)
     process = launched(launcher, *asked) if launcher else Command(folder / "log", *asked)
     try:
         yield process
@@ -121,6 +131,48 @@ def test_a_run_that_is_told_to_stop_says_that_it_goes_on(
     with begun(tmp_path, "dp2", "--resume") as process:
         output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
+    assert steps_of(tmp_path) == list(range(1, STEPS + 1))
+
+
+@pytest.mark.grid(1)
+def test_a_run_saves_when_its_terminal_closes(tmp_path: Path) -> None:
+    terminal, there = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "weft", *words(tmp_path, "dp2")],
+        env={**os.environ, "PYTHONPATH": PATH},
+        stdin=there,
+        stdout=there,
+        stderr=there,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    try:
+        os.close(there)
+        while len(steps_of(tmp_path)) < 3:
+            time.sleep(0.01)
+        os.close(terminal)
+        assert process.wait(60) == 75
+    finally:
+        process.kill()
+        process.wait(10)
+    assert 3 <= checkpoint.read_index(tmp_path / "out" / "checkpoints").step < STEPS
+
+
+@pytest.mark.grid(1)
+def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    command = ["nohup", sys.executable, "-m", "weft", *words(tmp_path, "dp2")]
+    with (tmp_path / "log").open("w") as log:
+        env = {**os.environ, "PYTHONPATH": PATH}
+        process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+    try:
+        while len(steps_of(tmp_path)) < 3:
+            time.sleep(0.01)
+        for pid in (process.pid, *children(process.pid)):
+            os.kill(pid, signal.SIGHUP)
+        assert process.wait(60) == 0, (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+        process.wait(10)
     assert steps_of(tmp_path) == list(range(1, STEPS + 1))
 
 

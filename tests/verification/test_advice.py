@@ -23,6 +23,7 @@ from tests.verification.nets import NETS, FrozenBackbone, Lazy, MadeLater, featu
 from tests.verification.nets_advised import of_family
 from tests.verification.nets_of_architectures import ARCHITECTURES
 from tests.verification.nets_of_families import FAMILIES
+from tests.verification.nets_of_github import GITHUB
 from tests.verification.nets_of_papers import PAPERS
 from tests.verification.nets_of_repositories import REPOSITORIES
 from tests.verification.nets_with_quirks import QUIRKS
@@ -181,6 +182,12 @@ ADVICE: dict[str, Advice] = {
             "fsdp2.tp1": built_by(partial(advised.Carries, "returned")),
             **on("dp2"),
         },
+    ),
+    "ghost-norm": Advice(
+        GITHUB["tabnet"],
+        "dp2",
+        "accumulate = 1: .* Set it to 2, where .* normalizes a microbatch at once",
+        {"dp2": planned(accumulate=2), **on("pp2")},
     ),
     "lstm-dropout": Advice(
         NET["lstm-dropout"],

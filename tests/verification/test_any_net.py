@@ -13,6 +13,7 @@ from tests.verification.nets import NETS as FIRST
 from tests.verification.nets_of_architectures import ARCHITECTURES
 from tests.verification.nets_of_edges import EDGES
 from tests.verification.nets_of_families import FAMILIES
+from tests.verification.nets_of_github import GITHUB, NYSTROM
 from tests.verification.nets_of_layers_in_parts import LAYERS_IN_PARTS
 from tests.verification.nets_of_papers import PAPERS
 from tests.verification.nets_of_public_code import PUBLIC_CODE
@@ -22,9 +23,10 @@ from tests.verification.nets_of_tutorials import TUTORIALS
 from tests.verification.nets_with_quirks import QUIRKS
 from weft.core.errors import Refusal
 from weft.verification.compare import check_layout
+from weft.verification.mixing import mixed_samples
 
 NETS = FIRST | PAPERS | QUIRKS | FAMILIES | TUTORIALS | REPOSITORIES | ARCHITECTURES | EDGES | WEB
-NETS |= LAYERS_IN_PARTS | PUBLIC_CODE
+NETS |= LAYERS_IN_PARTS | PUBLIC_CODE | GITHUB
 LAYOUTS = ("dp2", "fsdp2", "tp2", "pp2", "dp2.tp2")
 TP = ("tp2", "dp2.tp2")
 SAMPLES = ("dp2", "fsdp2", "dp2.tp2")  # ranks have other samples
@@ -56,6 +58,9 @@ NOTHING_TO_CUT = (
     "gcn",
     "sampled-keys",
     "random-start",
+    "tabnet",
+    "kan",
+    "bayes",
 )
 REFUSED: dict[tuple[str, str], str] = {
     **{(name, at): "finds no attention" for name in NOTHING_TO_CUT for at in TP},
@@ -104,6 +109,10 @@ REFUSED: dict[tuple[str, str], str] = {
         for at in LAYOUTS
     },
     **{("sparse-graph", at): "is a sparse tensor" for at in LAYOUTS},
+    **{("tabnet", at): "normalizes the 8 samples .* Set it to 2" for at in ("dp2", "fsdp2")},
+    ("tree-lstm", "pp2"): "the forward took another path",
+    ("nerf", "pp2"): "the model has only 0 modules",
+    ("spiking", "pp2"): "the model has only 0 modules",
     **{("takes-dict", at): "is called with batch, and a sample holds x, target" for at in LAYOUTS},
 }
 
@@ -125,6 +134,12 @@ def test_equal_or_refused(pool: Any, name: str, layout: str) -> None:
         return
     found = result(pool, name, layout)
     assert found.passed, found
+
+
+def test_a_small_mixing_of_samples_is_refused() -> None:
+    found = mixed_samples(NYSTROM.case(), "dp")
+    assert found is not None
+    assert "the output of layers.0.0.fn.to_out for a sample depends on the other" in str(found)
 
 
 @pytest.mark.parametrize("name", ["dlrm", "capsules"])

@@ -101,10 +101,12 @@ def test_the_plan_says_it() -> None:
 # ---- what mixes samples without a mark ---------------------------------------------------------
 
 
-@pytest.mark.parametrize(("layout", "accumulate"), [("dp2", 1), ("dp1", 2)])
-def test_verify_refuses_a_loss_that_mixes(layout: str, accumulate: int) -> None:
+@pytest.mark.parametrize(
+    ("layout", "accumulate", "by"), [("dp2", 1, "dp"), ("dp1", 2, "accumulate = 2")]
+)
+def test_verify_refuses_a_loss_that_mixes(layout: str, accumulate: int, by: str) -> None:
     plan = weft.plan(TwoTowers(), layout, batch=12, accumulate=accumulate, loss=both_ways)
-    with pytest.raises(ConfigError, match="'both_ways': depends on how dp"):
+    with pytest.raises(ConfigError, match=f"'both_ways': depends on how {by} divides"):
         weft.verify(TwoTowers, plan, twelve(), loss=both_ways)
 
 

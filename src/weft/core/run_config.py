@@ -23,26 +23,23 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import (
     Field,
-    InstanceOf,
-    PlainSerializer,
     ValidationError,
     field_validator,
     model_validator,
 )
 
 from .data_config import DataConfig
-from .errors import ConfigError, LayoutError, nearest
+from .errors import ConfigError, nearest
 from .files import read_file
-from .layout import Layout
+from .layout_config import LayoutConfig
 from .schedule import DEFAULT_SCHEDULE
 from .toml import CallableTable, Strings, TomlTable, exactly_one, table_error, toml_refusal
 from .toml_slips import toml_fix, toml_problem
 from .train_config import TrainConfig
-from .unit_choice import BLOCKS, UNIT_CHOICES, parse_units
 
 DEFAULT_LOSS = "weft.losses:next_token"
 DEFAULT_OPTIMIZER = "adamw"
@@ -55,8 +52,6 @@ RATE_KEYS = (
     "decay_share",
     "min_lr_ratio",
 )
-# a Layout, written as its text
-LayoutValue = Annotated[InstanceOf[Layout], PlainSerializer(str, return_type=str)]
 Task = Literal[
     "causal-lm",
     "masked-lm",
@@ -127,75 +122,6 @@ class ModelConfig(CallableTable):
                 auto=self.auto,
             )
         return self
-
-
-class LayoutConfig(TomlTable):
-    """[layout]"""
-
-    axes: LayoutValue = Field(
-        default=Layout.single(), description='axes with their sizes, as in "dp2.tp2"'
-    )
-    elastic: bool | tuple[LayoutValue, ...] = Field(
-        default=False,
-        description=(
-            "continue with fewer ranks when hosts are lost: true chooses a layout; a list names"
-            " layouts, best first"
-        ),
-    )
-
-    parts: dict[str, str] = Field(
-        default={},
-        description=(
-            'glob of module names -> axes that divide its weights, as in "vision" = "fsdp"'
-            " (docs/layouts.md); the first match applies"
-        ),
-    )
-    fsdp_units: str | int | tuple[str, ...] = Field(
-        default=BLOCKS,
-        description=(
-            'what fsdp gathers and frees together: "blocks": each by itself; "model": all at once;'
-            ' k: k blocks in a row; or globs of modules, as in ["blocks.*.up", "head"]'
-            " (docs/layouts.md)"
-        ),
-    )
-
-    @field_validator("fsdp_units", mode="before")
-    @classmethod
-    def _parse_units(cls, value: object) -> object:
-        if (units := parse_units(value)) is None:
-            raise table_error("is not a choice of units", UNIT_CHOICES)
-        return units
-
-    @field_validator("axes", mode="before")
-    @classmethod
-    def _parse_axes(cls, value: object) -> object:
-        return _parse_layout("layout.axes", value)
-
-    @field_validator("elastic", mode="before")
-    @classmethod
-    def _parse_elastic(cls, value: object) -> object:
-        if isinstance(value, bool):
-            return value
-        if (
-            not isinstance(value, list | tuple)
-            or not value
-            or not all(isinstance(one, str | Layout) for one in value)
-        ):
-            raise table_error(
-                "is neither true nor a list of layouts",
-                'write true, or layouts as in ["dp3.tp2", "dp2.tp2"]',
-            )
-        return tuple(_parse_layout("layout.elastic", one) for one in value)
-
-
-def _parse_layout(field: str, value: object) -> object:
-    """The Layout of a text; anything else is left to pydantic. Raises LayoutError."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return Layout.parse(value)
-    except LayoutError as error:
-        raise LayoutError(field, value, error.problem, error.fix) from None
 
 
 class LRScheduleConfig(CallableTable):
@@ -389,6 +315,14 @@ class RunConfig(TomlTable):
         min_length=1,
         description="where modules and relative paths are found (default: the run file's folder)",
     )
+
+    @field_validator("output")
+    @classmethod
+    def _a_folder(cls, value: str) -> str:
+        if "://" in value:
+            fix = "name a folder that all hosts see, and copy it to the address afterwards"
+            raise table_error("is an address, and a run writes to a folder", fix)
+        return value
 
     @model_validator(mode="after")
     def _one_schedule(self) -> Self:

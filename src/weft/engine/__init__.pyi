@@ -14,7 +14,10 @@ from .engine import Engine as Engine
 from .eval_metrics import check_metrics as check_metrics
 from .float8_device import check_float8 as check_float8
 from .float64_mode import Float64Mode as Float64Mode
-from .forward_refusals import refuse_what_does_not_run as refuse_what_does_not_run
+from .forward_refusals import (
+    refuse_what_does_not_run as refuse_what_does_not_run,
+    refuse_without_attention as refuse_without_attention,
+)
 from .function_overrides import (
     OPENED_FUNCTIONS as OPENED_FUNCTIONS,
     FunctionOverrides as FunctionOverrides,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from weft._torch.tensors import without_function_modes
 from weft.parallel import Collective, Mesh
 
 # operator -> (kind, which argument is the message)
@@ -75,7 +76,8 @@ class Audit(TorchDispatchMode):
             self._record_functional(func, args)
         elif getattr(func, "namespace", "") == "symm_mem":
             self._record_fused(func, args)
-        return func(*args, **(kwargs or {}))
+        with without_function_modes():  # they have seen the function that this operator is of
+            return func(*args, **(kwargs or {}))
 
     def _record_fused(self, func: Any, args: tuple) -> None:
         kind = _FUSED_KINDS.get(func._schema.name.split("::")[1])

@@ -77,7 +77,7 @@ from .setup import (
     require_positionwise,
     sum_over_ranks,
 )
-from .sharding_trial import check_attention
+from .sharding_trial import check_recompute
 from .training_modes import training_modes
 
 
@@ -280,7 +280,7 @@ class Engine:
         self.param_update.clear_gradients()
         self.buffers.refresh()
         missing = self._forward_backward(batch)
-        check_attention(self.plan, self.sequence, self._training.functions)
+        check_recompute(self.plan, self._training.functions)
         result = self._update(missing, self.steps_done)
         if self._has_gates:
             sum_loads = partial(sum_over_ranks, self.mesh.group(*self.plan.token_axes))

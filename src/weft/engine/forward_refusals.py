@@ -10,7 +10,7 @@ from weft.nn import module_calls
 from weft.parallel import FEATURE_AXES, SEQUENCE_AXES, VOCABULARY_AXES
 
 from .all_ranks_come import all_ranks_come
-from .context_parallel.sequence import MaskOfOwnKeys
+from .context_parallel.sequence import MaskOfOwnKeys, WholeSequence
 from .microbatch import Batch
 from .protocol import TrainingEngine
 from .whole_role import MixesPositions, lines_that_leave_whole
@@ -55,6 +55,29 @@ def refuse_what_does_not_run(
             alone = shared and not plan.layout.active_axes(*CUTTING)
             refusal = does_not_run_in_part if alone or (shared and masked) else does_not_run
             raise refusal(plan, inside[-1], problem) from problem
+
+
+def refuse_without_attention(
+    engine: TrainingEngine, trial: Callable[[Batch], None] | None, batch: Batch
+) -> None:
+    """After a step: refuse what a model that has called no attention computes otherwise where ranks
+    share sequences. All ranks call it together.
+
+    Args:
+        engine: has run the model.
+        trial: tells, and names the module.
+        batch: what the model ran on.
+
+    Raises:
+        Refusal: the model mixes positions.
+    """
+    attends = not engine.sequence or engine.plan.staging is not None or engine.sequence.calls
+    if trial is None or attends:
+        return
+    outside = WholeSequence(engine.sequence)
+    outside.begin()
+    trial(batch)
+    outside.end()
 
 
 def does_not_run(plan: Plan, module: str, cause: BaseException) -> UnsupportedModel:

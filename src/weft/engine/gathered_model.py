@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from weft._torch.modules import replace_parameters, replace_references
+from weft._torch.tensors import without_function_modes
 from weft._torch.trees import tree_flatten
 from weft.core import is_inside
 from weft.nn import is_cache
@@ -191,7 +192,8 @@ class GatheredModel:
 
 
 class _Recomputed(torch.autograd.Function):
-    """`run(tensors)` without a graph; backward runs it again with one. Both inside of `whole()`."""
+    """`run(tensors)`, whose graph is let go; backward runs it again. Both inside of `whole()`, and
+    with gradients, which a forward may take of itself by `torch.autograd.grad`."""
 
     @staticmethod
     def forward(
@@ -205,18 +207,19 @@ class _Recomputed(torch.autograd.Function):
         ctx.run, ctx.whole, ctx.around = run, whole, around
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
-        with whole():  # what changes its input in place must find it unchanged again
-            outputs = run([tensor.clone() for tensor in tensors], False)
+        with without_function_modes():  # which follow what the forward does
+            inputs = _leaves(ctx, tensors)
+        with torch.enable_grad(), whole():
+            # what changes its input in place must find it unchanged again
+            made = run([tensor.clone() for tensor in inputs], False)
+        with without_function_modes():
+            outputs = [tensor.detach() for tensor in made]
         ctx.mark_non_differentiable(*(x for x in outputs if not x.is_floating_point()))
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[4:]
-        inputs = [
-            tensor.detach().requires_grad_(need)
-            for tensor, need in zip(ctx.saved_tensors, wanted, strict=True)
-        ]
+        inputs = _leaves(ctx, ctx.saved_tensors)
         with torch.enable_grad(), ctx.whole():
             with ctx.around():
                 outputs = ctx.run([tensor.clone() for tensor in inputs], True)
@@ -228,6 +231,11 @@ class _Recomputed(torch.autograd.Function):
             if pairs:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         return (None, None, None, None, *(tensor.grad for tensor in inputs))
+
+
+def _leaves(ctx: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
+    wanted = ctx.needs_input_grad[4:]
+    return [t.detach().requires_grad_(need) for t, need in zip(tensors, wanted, strict=True)]
 
 
 def _units(

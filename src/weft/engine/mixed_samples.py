@@ -57,6 +57,8 @@ class SamplePair:
         loss: its loss.
         pair: a batch of two samples.
         bound: relative error that counts as none.
+        fine: a smaller one, which counts if it comes with another neighbour in the batch: sums over
+            as many rows are rounded alike.
     """
 
     def __init__(
@@ -66,9 +68,10 @@ class SamplePair:
         loss: Callable[..., Any],
         pair: Batch,
         bound: float,
+        fine: float,
     ):
         self._model, self._forward, self._loss = model, forward, loss
-        self._pair, self._bound = pair, bound
+        self._pair, self._bound, self._fine = pair, bound, fine
         self._device = next(iter(pair.values())).device
 
     def find(self) -> Mixing | None:
@@ -85,15 +88,27 @@ class SamplePair:
                 drew = any(watch.end())
         return None if drew else found
 
-    def _repeats(self, alone: list[Any]) -> bool:
+    def _repeats(self, alone: list[Any], bound: float) -> bool:
         """Whether a sample alone gives again what it gave, each time. What keeps state says
         nothing, nor does what is drawn from a source that is not watched."""
         for _ in range(REPEATS):
             again, _ = self._leaves(_sample(self._pair, 0))
             both = zip(alone, again, strict=True)
-            if any(isinstance(x, Tensor) and self._differ(x, y) for x, y in both):
+            if any(isinstance(x, Tensor) and _differ(x, y, bound) for x, y in both):
                 return False
         return True
+
+    def _mixed(self, leaf: int, dim: int, place: int, alone: Tensor, pair: list[Any]) -> float:
+        """The bound above which a sample's row of a leaf differs beside another sample; 0 if it
+        does not."""
+        row = pair[leaf].narrow(dim, place, 1)
+        if _differ(alone, row, self._bound):
+            return self._bound
+        if not _differ(alone, row, self._fine):
+            return 0.0
+        beside, _ = self._leaves({key: value[[place, place]] for key, value in self._pair.items()})
+        other = beside[leaf].narrow(dim, place, 1)
+        return self._fine if _differ(other, row, self._fine) else 0.0
 
     def _find(self) -> Mixing | None:
         together, join = self._leaves(self._pair)
@@ -104,18 +119,21 @@ class SamplePair:
         dims = [_sample_dim(*both) for both in zip(together, singles[0], strict=True)]
         for leaf in used:
             dim = dims[leaf]
-            for place in (0, 1) if dim is not None else ():  # a recurrence knows what came before
-                if self._differ(singles[place][leaf], _row(together[leaf], dim, place)):
-                    if not self._repeats(singles[0]):
+            for place in (0, 1):  # a recurrence knows what came before
+                if dim is None:
+                    continue
+                bound = self._mixed(leaf, dim, place, singles[place][leaf], together)
+                if bound:
+                    if not self._repeats(singles[0], bound):
                         return None
-                    module = self._first_module()
+                    module = self._first_module(bound)
                     what = f"the output of {module or 'the model'} for a sample"
                     problem = f"{what} depends on the other samples of its batch"
                     return Mixing(problem, module=module)
         if is_whole_batch(self._loss):
             return self._ungathered(used, together, singles[0], dims)
         mixing = self._of_loss(join(together), *map(join, singles))
-        return mixing if mixing is None or self._repeats(singles[0]) else None
+        return mixing if mixing is None or self._repeats(singles[0], self._bound) else None
 
     def _leaves(self, batch: Batch) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         output = widened(self._loss, self._forward(batch))
@@ -137,12 +155,6 @@ class SamplePair:
             return []
         grads = torch.autograd.grad(total, learning, allow_unused=True)
         return [place for place, grad in zip(places, grads, strict=True) if grad is not None]
-
-    def _differ(self, want: Tensor, found: Tensor) -> bool:
-        want, found = want.detach(), found.detach()
-        size = float(want.abs().double().norm())
-        error = float((found - want).abs().double().norm())
-        return error > self._bound * size and error > 0.0  # false where either is no number
 
     def _of_loss(self, together: Any, first: Any, second: Any) -> Mixing | None:
         """Means, as a run takes them: of two samples at once, and of one and one."""
@@ -170,7 +182,7 @@ class SamplePair:
         """A leaf that a loss over the whole batch would not get of all samples."""
         for place in used:
             two, one = together[place], alone[place]
-            same = two.shape == one.shape and not self._differ(one, two)
+            same = two.shape == one.shape and not _differ(one, two, self._bound)
             if dims[place] == 0 or same:
                 continue
             shapes = f"{list(one.shape)} for one sample and {list(two.shape)} for two"
@@ -178,7 +190,7 @@ class SamplePair:
             return Mixing(problem, of_loss=True)
         return None
 
-    def _first_module(self) -> str:
+    def _first_module(self, bound: float) -> str:
         """The first module whose output for the first sample is another in the pair."""
         project = RandomProjection(self._device)
         alone: list[dict[tuple[str, int], tuple[Tensor, tuple[int, ...]]]] = [{}, {}]
@@ -201,7 +213,7 @@ class SamplePair:
                     if want is not None and dim is not None:
                         part = tensor.narrow(dim, row, 1)
                         error = size_of(project(part, [None] * part.ndim) - want)
-                        if float(error) > self._bound * float(size_of(want)):
+                        if float(error) > bound * float(size_of(want)):
                             found[:] = [name]
 
         for place in (0, 1, None):
@@ -260,8 +272,11 @@ def _sample_dim(two: Any, one: Any) -> int | None:
     return differ[0]
 
 
-def _row(leaf: Any, dim: int | None, place: int) -> Any:
-    return leaf if dim is None else leaf.narrow(dim, place, 1)
+def _differ(want: Tensor, found: Tensor, bound: float) -> bool:
+    want, found = want.detach(), found.detach()
+    size = float(want.abs().double().norm())
+    error = float((found - want).abs().double().norm())
+    return error > bound * size and error > 0.0  # false where either is no number
 
 
 def _real(leaf: Tensor) -> bool:

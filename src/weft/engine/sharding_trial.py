@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 
 from weft.core import (
     DTYPES,
@@ -328,7 +329,9 @@ class ShardingTrial:
             found = f"{problem}, where {branch.line} reads {branch.value}"
         if sequence is not None:
             mixes = f"{found}: it mixes or counts positions outside attention and position_ids"
-            fix = "use dp or fsdp, or let its forward take position_ids, and use them"
+            fix = "use dp or fsdp"
+            if not isinstance(self._model.get_submodule(module), _ConvNd):  # it counts none
+                fix += ", or let its forward take position_ids, and use them"
             advised = FIX_OR_LINES_IF_MIXED
             return MixesPositions.of(self._plan.layout, mixes, fix, module, advised)
         return UnsupportedModel("layout", layout, found, advice(self._plan, module))
@@ -342,17 +345,12 @@ def bounds(precision: str) -> tuple[float, float]:
     return sqrt(digits), 1e-3 if precision == "fp64" else 0.1
 
 
-def check_attention(
-    plan: Plan, sequence: ContextParallel, functions: FunctionOverrides | None
-) -> None:
-    """After a step: what the plan does with attention has happened. A stage may have none."""
-    core = "torch.nn.functional.scaled_dot_product_attention"
-    problem = "the model never calls scaled_dot_product_attention"
-    if sequence and plan.staging is None and sequence.calls == 0:
-        fix = f"use dp or fsdp, or attention through {core}"
-        raise UnsupportedModel("layout", str(plan.layout), problem, fix)
+def check_recompute(plan: Plan, functions: FunctionOverrides | None) -> None:
+    """After a step: selective recomputation has found attention. A stage may have none."""
     if plan.recompute == "selective" and functions and not functions.attended:
-        fix = f'use "full" or "none", or attention through {core}'
+        problem = "the model never calls scaled_dot_product_attention"
+        fix = 'use "full" or "none", or attention through'
+        fix += " torch.nn.functional.scaled_dot_product_attention"
         raise UnsupportedModel("train.recompute", "selective", problem, fix)
 
 

@@ -52,8 +52,9 @@ from .gate import LOOPBACK, Passage, TokenGate, run_token
 from .log import log_line
 from .rendezvous import Rendezvous, listen_at
 from .scratch_folder import ScratchFolder
-from .signals import STOP
+from .signals import stop_signals
 from .stores import join_hosts_store, keep_for_hosts, keep_store
+from .terminal import leave_closed_terminal
 
 COME_S = 600.0  # for the least number of hosts to come
 NAMED_S = 60.0  # for the name of the one where they meet to stand for an address
@@ -124,7 +125,7 @@ def run_host(
     # stay
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(
-        each.name for each in (*STOP, signal.SIGINT, signal.SIGHUP)
+        each.name for each in (*stop_signals(), signal.SIGINT)
     )
     os.environ[AGENT] = "elastic" if hosts.elastic else "fixed"
     logs = ScratchFolder()
@@ -181,6 +182,7 @@ def run_host(
         over = True
         return True
     except (SignalException, SystemExit) as told:
+        leave_closed_terminal()
         if agent is not None:
             agent.tell()
         over = not hosts.elastic

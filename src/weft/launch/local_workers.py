@@ -320,8 +320,8 @@ def replica_store() -> Iterator[tuple[dist.TCPStore, BaseProcess]]:
 
 
 def _keep(connection: Connection, parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is needed until the ranks have ended
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # it is needed until the ranks have ended
     store = keep_store()
     connection.send(store.port)
     follow_parent(parent)

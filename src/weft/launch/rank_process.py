@@ -260,9 +260,8 @@ def serve_tasks(connection: Connection, parent: int, task: RankTask | None) -> N
     # files
     gc.freeze()
     forget_compile_threads()
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the parent decides
+    for number in (signal.SIGINT, signal.SIGHUP):  # they reach the whole group; the parent decides
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=follow_parent, args=(parent,), daemon=True).start()
     if task is not None:

@@ -66,7 +66,9 @@ class _Carried(TorchFunctionMode):
         self.inside: list[str] = []
         self.found: dict[str, str] = {}
         self._model, self._units = model, frozenset(units)
-        self._made: dict[int, tuple[Tensor, str]] = {}  # by id, which lives as long as the tensor
+        # by id, which lives as long as the tensor: the unit that made it, and its turn in backward;
+        # "" where something else has changed it in place since
+        self._made: dict[int, tuple[Tensor, str, int]] = {}
         self._returned: dict[str, int] = {}  # by unit that has ended, where backward comes to it
         for name in self._units:
             model.get_submodule(name).register_forward_hook(partial(self._end, name))
@@ -76,17 +78,19 @@ class _Carried(TorchFunctionMode):
     ) -> Any:
         self.take(tree_leaves((args, kwargs or {}), Tensor))
         made = func(*args, **(kwargs or {}))
-        unit = next((name for name in reversed(self.inside) if name in self._units), None)
-        if unit is not None and torch.is_grad_enabled():  # off within a reentrant checkpoint
+        unit = next((name for name in reversed(self.inside) if name in self._units), "")
+        if torch.is_grad_enabled():  # off within a reentrant checkpoint
             for tensor in tree_leaves(made, Tensor):
-                self._made.setdefault(id(tensor), (tensor, unit))
+                _, maker, turn = self._made.get(id(tensor), (None, "", None))
+                if turn != _turn(tensor) and (unit or maker):
+                    self._made[id(tensor)] = tensor, unit, _turn(tensor)
         return made
 
     def take(self, tensors: Iterable[Tensor]) -> None:
         """These are taken by the innermost module that runs, or by the loss."""
         for tensor in tensors:
-            _, unit = self._made.get(id(tensor), (None, None))
-            if unit is None or unit in self.inside or unit not in self._returned:
+            _, unit, _ = self._made.get(id(tensor), (None, "", None))
+            if not unit or unit in self.inside or unit not in self._returned:
                 continue
             if _turn(tensor) > self._returned[unit]:
                 reader = self.inside[-1] if self.inside else "the loss"

@@ -47,6 +47,7 @@ from .gathered_units import check_unit_stages, gathered_units, heads_for_chunks,
 from .logits_uses import combines_logits
 from .memory_checks import check_offload, check_prefetch
 from .multihead_calls import called_attentions
+from .norm_calls import check_norm_calls
 from .other_layouts import plan_or_name_others
 from .parts import check_parts, find_parts, part_notes, parts_on, roles_with_parts
 from .pipeline_checks import (
@@ -246,6 +247,7 @@ def _plan_checked(request: PlanRequest) -> Plan:
         and (m.training or not model.training or m.running_mean is None)
     )
     synced = norms if request.sync_batchnorm and layout.active_axes(*TOKEN_AXES) else ()
+    check_norm_calls(request, synced)
     staging, staged = None, None
     counted = tuple(each.shared for each in found.experts if each.shared)
     if layout.stage_ranks > 1:

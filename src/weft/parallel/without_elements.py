@@ -1,7 +1,8 @@
 """Runs a model on tensors without elements, where integers that no weight has made keep theirs: a
 forward may look at tokens (`if pad in input_ids`). What it reads of others is taken to be one, or
-false, and what holds for all elements to be true, as checks of numbers expect it: it then shows one
-of its ways, which need not be the one that the elements would take."""
+false, and what holds for all elements to be true, as checks of numbers expect it, and what holds
+for any to be false: it then shows one of its ways, which need not be the one that the elements
+would take."""
 
 from __future__ import annotations
 
@@ -41,7 +42,13 @@ def copy_without_elements(
     return copy_with_tensors(model, bare)
 
 
-_ALL = (torch.ops.aten.all, torch.ops.aten._is_all_true)
+# their truth, by operator: of bytes they give bytes, which are no booleans
+_TRUTHS = {
+    torch.ops.aten.all: True,
+    torch.ops.aten._is_all_true: True,
+    torch.ops.aten.any: False,
+    torch.ops.aten._is_any_true: False,
+}
 READS = 1000  # of elements that are not there: more are of a loop that would not end
 
 
@@ -59,7 +66,7 @@ class _KnownElements(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._reads = 0
-        self._of_all: list[Tensor] = []  # what torch.all has made
+        self._truths: list[tuple[Tensor, bool]] = []  # what such an operator has made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -68,13 +75,14 @@ class _KnownElements(TorchDispatchMode):
         if any(isinstance(t, FakeTensor) or t.is_meta or _has_fractions(t) for t in given):
             if reads and self._reads < READS:
                 self._reads += 1
-                return any(given[0] is t for t in self._of_all) or _one(given[0].dtype)
+                known = (truth for made, truth in self._truths if made is given[0])
+                return next(known, _one(given[0].dtype))
             if func is torch.ops.aten._grouped_mm.default:  # torch knows its shapes in bf16 alone
                 halves = [t.bfloat16() if _has_fractions(t) else t for t in args[:2]]
                 return func(*halves, *args[2:], **kwargs).to(args[0].dtype)
             made = func(*args, **kwargs)
-            if func.overloadpacket in _ALL:
-                self._of_all.append(made)
+            if func.overloadpacket in _TRUTHS:
+                self._truths.append((made, _TRUTHS[func.overloadpacket]))
             return made
         if not reads:
             shaped = func(*args, **kwargs)

@@ -24,7 +24,7 @@ from weft.launch import follow_parent
 from .stream_loader import AnyLoader, StreamLoader
 
 AHEAD = 2  # batches that each process makes ahead
-OUTLIVED = (signal.SIGTERM, signal.SIGINT)  # by processes that read
+OUTLIVED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # by processes that read
 
 
 @contextmanager

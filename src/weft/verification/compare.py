@@ -31,6 +31,7 @@ from weft.engine import (
     Remote,
     TrainingEngine,
     refuse_what_does_not_run,
+    refuse_without_attention,
 )
 from weft.launch import LEAST_S, RARE_S, TIMES, Watchdog, rpc_session
 from weft.parallel import (
@@ -171,6 +172,7 @@ def _check(case: Case, layout: str, reference: Reference) -> LayoutResult:
                     _attention_recorded(engine, trace),
                 ):
                     result = engine.step(batch)
+                refuse_without_attention(engine, trial, batch)
                 seen = audit.seen if isinstance(engine, Engine) else []
                 found += first_activation(
                     engine, trace, reference.traces, case.bounds.activation, reference.loss_scale

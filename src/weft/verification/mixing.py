@@ -11,12 +11,13 @@ from weft.nn import find_experts, model_arguments, module_calls, named_inputs
 
 from .case import Batch, Case
 
-BOUND = 1e-3  # relative error that is none, in float64
+BOUND, FINE = 1e-3, 1e-9  # relative errors that are none, in float64
 
 
-def mixed_samples(case: Case, layout: str) -> Refusal | None:
-    """The refusal of `layout`, on the first two samples of the first batch; None if nothing mixes
-    them, or if that cannot be said: in lower precision an expert is chosen by a rounding."""
+def mixed_samples(case: Case, parts: str) -> Refusal | None:
+    """The refusal of what `parts` the batch, in words, on the first two samples of the first batch;
+    None if nothing mixes them, or if that cannot be said: in lower precision an expert is chosen by
+    a rounding."""
     model = case.model().eval()
     if case.precision != "fp64" and find_experts(model):
         return None
@@ -29,6 +30,6 @@ def mixed_samples(case: Case, layout: str) -> Refusal | None:
             return model(**model_arguments(inputs, batch))
 
     with suppress(Exception), case.mode():  # a loss may take no single sample
-        found = SamplePair(model, forward, case.loss, pair, BOUND).find()
-        return None if found is None else mixing_error(found, model, case.loss, layout)
+        found = SamplePair(model, forward, case.loss, pair, BOUND, FINE).find()
+        return None if found is None else mixing_error(found, model, case.loss, parts)
     return None

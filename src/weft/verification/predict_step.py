@@ -142,16 +142,26 @@ def _module_calls(
             here, all_ = plan.microbatch, crossing.samples
             sizes = tuple((prod(a) * here // all_, prod(b) * here // all_) for a, b in shapes)
             found[name] = replace(found[name], sizes=sizes * plan.accumulate)
-        if crossing.entered is None or not (chosen or flat):
+        if crossing.entered is None or not (chosen or flat or _parts_samples(plan, shapes, mine)):
             continue
         rows = shapes[0][0][0]
         usual = {rows, rows * plan.microbatch // crossing.samples}
         chosen = chosen or any(entered and entered[0] not in usual for entered, _ in mine)
+        chosen = chosen or _parts_samples(plan, shapes, mine)
         if chosen and plan.sequence_size == 1 and not plan.sliced(name):
             sizes = tuple((prod(entered), prod(left)) for entered, left in mine)
             count = len(shapes) if sizes else 0
             found[name] = replace(found[name], count=count, sizes=sizes)
     return found
+
+
+def _parts_samples(plan: Plan, whole: Sequence[CallShapes], mine: Sequence[CallShapes]) -> bool:
+    """Whether a Python loop over parts of the rows calls a module more often where there are more
+    samples: as many rows come by in fewer calls."""
+    if len(mine) == len(whole) * plan.accumulate:
+        return False
+    rows, here = (sum(entered[0] for entered, _ in each if entered) for each in (whole, mine))
+    return here * plan.data_size == rows > 0
 
 
 def _unit_calls(plan: Plan, whole: ActivationRecorder) -> list[tuple[str, bool, bool]]:

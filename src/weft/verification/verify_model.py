@@ -94,18 +94,19 @@ def _references(case: Case, layouts: Sequence[str], steps: int) -> list[Referenc
     weights are delayed. A refusal where it parts samples that the model or the loss mixes."""
     plain: Reference | None = None
     found: list[Reference | Refusal] = []
-    parted: dict[bool, Refusal | None] = {False: None}
+    parted: dict[str, Refusal | None] = {"": None}
     with torch.random.fork_rng([]):
         unscaled = own_gradients(case) if layouts and not case.workers else None
     with torch.random.fork_rng([]):  # a build may draw from where the process is
         alone = case.lay(case.model(), "dp1") if layouts else None
-    several = alone is not None and alone.accumulate > 1  # microbatches
+    pieces = 1 if alone is None else alone.accumulate
+    microbatches = f"accumulate = {pieces}" if pieces > 1 else ""
     synced = alone is not None and alone.sync is not None and not alone.sync.plain
     for layout in layouts:
-        parts = several or Layout.parse(layout).size(*DATA_AXES) > 1
+        parts = ".".join(Layout.parse(layout).active_axes(*DATA_AXES)) or microbatches
         if parts not in parted:
             with torch.random.fork_rng([]):
-                parted[parts] = mixed_samples(case, layout)
+                parted[parts] = mixed_samples(case, parts)
         if (refused := parted[parts] or unscaled) is not None:
             found.append(refused)
         elif (
