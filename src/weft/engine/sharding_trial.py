@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
 
 from weft.core import (
     DTYPES,
@@ -57,6 +56,8 @@ from .whole_role import (
     with_whole_sequences,
 )
 from .whole_weights import WholeWeights
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)  # numbers of positions are of no use to them
 
 
 class _RefusedByAll(Exception):
@@ -330,7 +331,7 @@ class ShardingTrial:
         if sequence is not None:
             mixes = f"{found}: it mixes or counts positions outside attention and position_ids"
             fix = "use dp or fsdp"
-            if not isinstance(self._model.get_submodule(module), _ConvNd):  # it counts none
+            if not isinstance(self._model.get_submodule(module), CONVOLUTIONS):
                 fix += ", or let its forward take position_ids, and use them"
             advised = FIX_OR_LINES_IF_MIXED
             return MixesPositions.of(self._plan.layout, mixes, fix, module, advised)

@@ -51,13 +51,11 @@ def resolve_callable(
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigError(
-                field, name, f"imports {error.name}, which is not installed", "install it"
-            ) from error
-        raise ConfigError(
-            field, name, f"there is no module {error.name}", _instead(error.name)
-        ) from error
+        missing = str(error.name)
+        problem = f"there is no module {missing}"
+        if not f"{module_name}.".startswith(f"{missing}."):
+            problem = f"imports {missing}, which is not installed"
+        raise ConfigError(field, name, problem, _module_hint(missing)) from error
     except Refusal:
         raise
     except (Exception, SystemExit) as error:  # a user's module may fail in any way
@@ -88,13 +86,13 @@ def _with_colon(name: str) -> str:
     return f'write "{module}:{last}" for {last} in {module.replace(".", "/")}.py'
 
 
-def _instead(missing: str) -> str:
+def _module_hint(missing: str) -> str:
     """What to do about a module that is not there."""
     package, _, last = missing.rpartition(".")
-    folders = getattr(importlib.import_module(package), "__path__", []) if package else []
+    folders = getattr(sys.modules.get(package), "__path__", [])
     if inside := [module.name for module in pkgutil.iter_modules(folders)]:
         return nearest(last, inside)
-    return f"put {missing}.py beside the run file or in the current directory, or install it"
+    return f"install it, or put {missing}.py beside the run file or in the current directory"
 
 
 def _refuse_code(field: str, name: str, module: str, attribute: str) -> None:
