@@ -191,13 +191,11 @@ class _ForwardTracer(TorchFunctionMode):
         self.events: list[GraphNode] = []
         self.tensors: list[TensorInfo] = []
         self.numbers: dict[int, int] = {}  # id of a tensor -> its number
-        self.alive: list[
-            Tensor
-        ] = []  # by number; ids and storages stay theirs while the trace lasts
+        # by number; ids and storages stay theirs while the trace lasts
+        self.alive: list[Tensor] = []
         self.sharing: dict[int, list[int]] = {}  # storage -> the tensors on it
-        self.dirty: dict[
-            int, int
-        ] = {}  # storage of an untracked tensor that was written to -> the number it got
+        # storage of an untracked tensor that was written to -> the number it got
+        self.dirty: dict[int, int] = {}
         self.given: set[int] = set()  # storages of what the model is called with
         self.derived = DerivedTensors()
         self.open: list[int] = []
@@ -215,9 +213,8 @@ class _ForwardTracer(TorchFunctionMode):
             output = self.model(**inputs)
         for name, buffer in self.model.named_buffers():
             number = self.numbers.get(id(buffer))
-            if (
-                id(buffer) not in self.state and number is not None
-            ):  # a new tensor in the place of the old
+            # a new tensor in the place of the old
+            if id(buffer) not in self.state and number is not None:
                 self.changed.add(name)
                 for index in self._around(self.tensors[number].birth):
                     self.events[index].buffers[name] = None
@@ -317,10 +314,8 @@ class _ForwardTracer(TorchFunctionMode):
         for at, t in written:
             self._writes(event, at, t, index)
         event.differentiates = {n for n in constant & event.writes if self.alive[n].requires_grad}
-        if func in (
-            F.batch_norm,
-            F.instance_norm,
-        ):  # their kernels update statistics without a trace
+        # their kernels update statistics without a trace
+        if func in (F.batch_norm, F.instance_norm):
             self._statistics(func, args, kwargs)
         kept = {id(t) for _, t, version, _ in before if t._version == version}
         # what is returned as it came may be another tensor at other types: `x.float()`
@@ -332,8 +327,7 @@ class _ForwardTracer(TorchFunctionMode):
         return out
 
     def _light(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run a function that reads no tracked tensor but may write to a weight's or buffer's
-        memory."""
+        """Run a function that reads no tracked tensor but may write to a weight or buffer."""
         touched = [
             (self.homes[storage_id(t)], t, t._version)
             for _, t in arguments(args, kwargs)
@@ -356,9 +350,8 @@ class _ForwardTracer(TorchFunctionMode):
 
     def _is_tracked(self, t: Tensor) -> bool:
         # a FakeTensor that no tracked function made is what an ordinary tensor is with data
-        if id(t) in self.numbers or id(t) in self.state or t.requires_grad:
-            return True
-        if type(t) not in (Tensor, FakeTensor):
+        known = id(t) in self.numbers or id(t) in self.state or t.requires_grad
+        if known or type(t) not in (Tensor, FakeTensor):
             return True
         return bool(self.dirty) and storage_id(t) in self.dirty
 
