@@ -1054,6 +1054,42 @@ def reassigns_a_buffer(m: Any, x: Tensor) -> Tensor:
     return h
 
 
+def samples(m: Any, x: Tensor, validate_args: bool | None = None) -> Tensor:
+    policy = torch.distributions.Normal(m.a(x), m.pos.exp(), validate_args=validate_args)
+    return m.b(policy.log_prob(x))
+
+
+def samples_unchecked(m: Any, x: Tensor) -> Tensor:
+    return samples(m, x, validate_args=False)
+
+
+@torch.no_grad()
+def follow(m: Any, change: Callable[[nn.Parameter, nn.Parameter], object]) -> None:
+    for ours, theirs in zip(m.b.parameters(), m.a.parameters(), strict=True):
+        change(ours, theirs)
+
+
+def follows(m: Any, x: Tensor) -> Tensor:
+    follow(m, lambda ours, theirs: ours.lerp_(theirs, 0.1))
+    return m.b(m.a(x))
+
+
+def follows_by_data(m: Any, x: Tensor) -> Tensor:
+    follow(m, lambda ours, theirs: ours.data.mul_(0.9).add_(0.1 * theirs.data))
+    return m.b(m.a(x))
+
+
+def follows_by_new_data(m: Any, x: Tensor) -> Tensor:
+    follow(m, lambda ours, theirs: setattr(ours, "data", 0.9 * ours.data + 0.1 * theirs.data))
+    return m.b(m.a(x))
+
+
+@torch.no_grad()
+def follows_by_foreach(m: Any, x: Tensor) -> Tensor:
+    torch._foreach_lerp_([*m.b.parameters()], [*m.a.parameters()], 0.1)
+    return m.b(m.a(x))
+
+
 def loops(m: Any, x: Tensor) -> Tensor:
     for _ in range(3):
         x = m.b(m.a(x))
@@ -1128,6 +1164,14 @@ REFUSED: list[tuple[Callable, list[str], str]] = [
         ["b"],
         r"the buffer count is changed by the forward, and stages 0 and 1 use it",
     ),
+    *(
+        (
+            forward,
+            ["b"],
+            r"the weight b.linear.weight is changed by the forward, and stages 0 and 1 use",
+        )
+        for forward in (follows, follows_by_data, follows_by_new_data, follows_by_foreach)
+    ),
 ]
 
 
@@ -1144,6 +1188,11 @@ def test_what_cannot_be_cut_is_named(forward: Callable, points: list[str], messa
     with pytest.raises(UnsupportedModel, match=message) as refused:
         split_stages(trace_forward(model, {"x": torch.randn(3, 8)}), points)
     assert refused.value.field == "pipeline.cut"
+
+
+def test_a_distribution_that_checks_nothing_is_cut() -> None:
+    inputs = {"x": torch.randn(3, 8)}
+    hold(Written(samples_unchecked), ["b"], inputs, {"x": torch.randn(4, 8)})
 
 
 def kept(m: Any, x: Tensor) -> Tensor:

@@ -251,8 +251,8 @@ def mixing_error(found: Mixing, model: nn.Module, loss: Callable[..., Any], layo
         fix = f"give {found.module} batch_first=True: batches are [samples, positions, ...]"
     else:
         fix = (
-            "compute each sample by itself, and compare samples in a loss that is marked"
-            " @weft.losses.whole_batch"
+            "compute each sample by itself, compare samples in a loss that is marked"
+            " @weft.losses.whole_batch, or keep the batch whole: accumulate = 1, no dp and no fsdp"
         )
     value = found.module or type(model).__name__
     return UnsupportedModel("model", value, f"{found.problem}, which {layout} divides", fix)

@@ -24,11 +24,14 @@ from .fsdp_units import FSDPUnits
 _OUTSIDE = "change it outside of the forward, or leave fsdp out of the layout"
 _MAKE = "make it in __init__, or run the model once in the function that builds it"
 
+# an average of weights that begins as their copy changes nothing before the first update
+WATCHED = 2
+
 State = tuple[int, ...]  # torch's count of changes in place, and sums of the elements
 
 
 class StateWatch:
-    """Over the forwards of a step. What the first step does not change is not looked at again.
+    """Over the forwards of a step. What the first two steps do not change is not looked at again.
 
     Args:
         model: after it is sharded. Batch norms, whose statistics the plan synchronises, and the
@@ -41,8 +44,9 @@ class StateWatch:
     def __init__(self, model: nn.Module, plan: Plan, mesh: Mesh, units: FSDPUnits):
         self._model, self._plan = model, plan
         self.index, self.size = mesh.index(*TOKEN_AXES), mesh.size(*TOKEN_AXES)
-        self._before: dict[str, tuple[Tensor, Tensor | State]] | None = {}
-        self._changed: list[str] = []
+        self._before: dict[str, tuple[Tensor, Tensor | State]] = {}
+        self._left = WATCHED  # steps that are looked at
+        self._changed: dict[str, None] = {}
         self._names: set[str] = set()
         self._modules: dict[int, nn.Module] = {}
         self._handles = []
@@ -61,7 +65,7 @@ class StateWatch:
 
     def begin(self) -> None:
         """A step begins; its buffers are the first rank's."""
-        if self._before is None:
+        if not self._left:
             return
         self._names = {name for name, _ in self._model.named_parameters()}
         self._modules = {id(module): module for module in self._model.modules()}
@@ -71,14 +75,17 @@ class StateWatch:
                 self._before[name] = p, _state_of(p)
 
     def digest(self) -> int:
-        """40 bits of what the forwards of this step changed; 0 if nothing. Raises UnsupportedModel
+        """40 bits of what forwards have been seen to change; 0 if nothing. Raises UnsupportedModel
         for parameters that they made."""
-        if self._before is not None:
+        if self._left:
+            self._left -= 1
             self.refuse_new()
-            self._changed = [*self._find(self._before)]
-            self._before, self._modules = None, {}
-            for handle in self._handles:
-                handle.remove()
+            self._changed |= dict.fromkeys(self._find(self._before))
+            self._before = {}
+        if not self._left:
+            self._modules = {}
+            while self._handles:
+                self._handles.pop().remove()
         if self.size == 1 or not self._changed:
             return 0
         found = 1
@@ -91,7 +98,7 @@ class StateWatch:
 
     def error(self) -> UnsupportedModel:
         """That the digests of ranks differ."""
-        names = self._changed
+        names = [*self._changed]
         others = f", as {len(names) - 1} others are" if len(names) > 1 else ""
         fixes = ["change it outside of the forward", "keep statistics in nn.BatchNorm"]
         if self._plan.of_one_state:

@@ -40,6 +40,8 @@ from .predict_grad_comms import (
     bucket_bytes,
     chosen_weights,
     gather_comms,
+    in_a_bucket,
+    read_alone,
     replica_comms,
     update_comms,
     whole_update_comms,
@@ -115,7 +117,8 @@ def predict_collectives(
     if plan.runs_forward_twice:
         comms += [comm for comm in comms if comm.when == "forward"]
     comms += gather_comms(plan, plan.layout.coords(rank), crossings, unreached, calls)
-    drops_unused = bool(plan.chosen) or (bool(unreached) and _in_a_bucket(whole, unreached))
+    missing = {*unreached, *read_alone(whole)}
+    drops_unused = bool(plan.chosen) or (bool(missing) and in_a_bucket(whole, missing))
     for bucket in bucket_gradients(plan):
         axis, names = ".".join(plan.layout.active_axes(*bucket.axes)), bucket.names
         apart = plan.uses_custom_dp_sync and REPLICA_AXIS in bucket.axes
@@ -160,12 +163,6 @@ def predict_collectives(
     if plan.staging is not None and any(step.gather is not None for step in plan.steps):
         comms.append(Collective("all_reduce", ".".join(data), TRAIL_BYTES, "step", ""))
     return comms
-
-
-def _in_a_bucket(whole: Plan, names: Collection[str]) -> bool:
-    """Whether some rank sums the gradient of one of these parameters with others."""
-    buckets = (b for rank in range(whole.layout.world) for b in bucket_gradients(whole.of(rank)))
-    return any(name in names for bucket in buckets for name in bucket.names)
 
 
 def collective_totals(comms: Iterable[Collective]) -> dict[tuple[str, str], tuple[int, int]]:

@@ -15,7 +15,9 @@ from weft.core import (
     Param,
     Plan,
     Weight,
+    bucket_gradients,
     fsdp_rows,
+    is_inside,
     numel_of,
     stored_numel,
     stored_segments,
@@ -220,3 +222,29 @@ def _stored_shape(
             start, stop = fsdp_rows(shape[0], plan.layout.size(axis), plan.layout.index(rank, axis))
             shape[0] = stop - start
     return tuple(shape)
+
+
+def in_a_bucket(whole: Plan, names: Collection[str]) -> bool:
+    """Whether some rank sums the gradient of one of these parameters with others."""
+    buckets = (b for rank in range(whole.layout.world) for b in bucket_gradients(whole.of(rank)))
+    return any(name in names for bucket in buckets for name in bucket.names)
+
+
+def read_alone(whole: Plan) -> set[str]:
+    """Parameters that the stages of some rank read and give no gradient: as an average of the
+    weights does that a forward keeps."""
+    items = whole.staging.items if whole.staging is not None else ()
+    found, ranks = set[str](), range(whole.layout.world)
+    if not any(node.weights for node in items):
+        return found
+    for stages in {tuple(whole.stages(rank)) for rank in ranks}:
+        mine = [node for node in items if node.stage in stages]
+        given = {name for node in mine if any(node.differentiable) for name in node.weights}
+        read = {name for node in mine for name in node.weights} - given
+        calls = {node.name for node in mine if node.call}
+        for weight in whole.weights:
+            names = (weight.name, *weight.aliases)
+            called = any(is_inside(name, call) for name in names for call in calls)
+            if weight.trainable and weight.name in read and not called:
+                found.add(weight.name)
+    return found

@@ -297,7 +297,9 @@ class _StageSplitter:
                 stage + 1,
                 f"{event.line} reads {value} into Python: `{event.text}`, and every later stage"
                 " runs this line without that value",
-                "read it inside of a module that is not cut, or cut before it is made",
+                "give the distribution validate_args=False, or cut before it is made"
+                if event.checks
+                else "read it inside of a module that is not cut, or cut before it is made",
             )
         if event.reshapes and not event.call:
             raise self.path.refusal(

@@ -37,6 +37,10 @@ Batch = dict[str, Tensor]
 MOST_SCALE, MARGIN = 2.0**16, 2.0**4
 
 
+# an average of weights that begins as their copy changes nothing before the first update
+WATCHED = 2
+
+
 class NeedsMicrobatches(Exception):
     """The microbatch is part of what the model computes, and the whole batch went through it."""
 
@@ -60,7 +64,7 @@ class PlainRun:
 
     The whole batch goes through at once, unless the microbatch is part of what is computed: with
     batch norms, `routing.shares` of experts, or a forward that changes weights or buffers. The
-    last two are seen in the first step, if it is recorded.
+    last two are seen in the first steps, if these are watched.
 
     Args:
         case: model, loss and optimizer.
@@ -104,14 +108,15 @@ class PlainRun:
         self.masters.round()
 
     def gradients(
-        self, step: int, batch: Batch, record: StepRecord | None = None
+        self, step: int, batch: Batch, record: StepRecord | None = None, watched: bool = False
     ) -> tuple[float, float]:
         """(mean loss, weight) of a batch, whose mean gradients the parameters have then.
 
         Args:
             step: its number, of which dropout masks depend.
             batch: all samples.
-            record: gets what modules compute. Raises NeedsMicrobatches.
+            record: gets what modules compute.
+            watched: raise NeedsMicrobatches where they are. Weights and buffers are as before then.
         """
         self.step_begins()
         size, whole = self.plan.batch // self.pieces, is_whole_batch(self.case.loss)
@@ -124,7 +129,7 @@ class PlainRun:
         for piece in range(self.pieces):
             micro = self._piece(batch, piece)
             self.randomness.begin(step, list(range(piece * size, (piece + 1) * size)))
-            kept = record is not None and self.pieces < self.plan.accumulate
+            kept = watched and self.pieces < self.plan.accumulate
             before = _state_of(self.model) if kept else None
             recorded, trace = ExitStack(), None  # with its backward, which may run forwards again
             with self.case.mode():
@@ -145,6 +150,7 @@ class PlainRun:
                         if record is not None:
                             record.loss_bytes = tuple(nbytes)
             if before is not None and not _same_state(before, self.model):
+                _restore(before, self.model)
                 raise NeedsMicrobatches
             outputs.append(output)
             if not whole:
@@ -157,7 +163,7 @@ class PlainRun:
             if trace is not None and record is not None:
                 record.traces.append(trace)
                 shares = any(each.what == "shares" for each in trace.asked)
-                if shares and self.pieces < self.plan.accumulate:
+                if watched and shares and self.pieces < self.plan.accumulate:
                     raise NeedsMicrobatches
             if not whole:
                 loss_sum += part.detach()
@@ -245,9 +251,11 @@ class PlainRun:
 
 def needs_microbatches(case: Case) -> bool:
     """Whether the microbatch is part of what the case computes."""
-    run = PlainRun(case)
+    run, batch = PlainRun(case), case.whole_batch_of(0)
     try:
-        run.gradients(0, case.whole_batch_of(0), StepRecord())
+        for step in range(WATCHED):
+            run.gradients(step, batch, None if step else StepRecord(), watched=True)
+            run.update(case.clip)
     except NeedsMicrobatches:
         return True
     return run.in_microbatches
@@ -318,6 +326,13 @@ def _same_state(before: Mapping[str, tuple[Tensor, Tensor]], model: nn.Module) -
         now[name] is tensor and torch.equal(tensor.detach(), was)
         for name, (tensor, was) in before.items()
     )
+
+
+@torch.no_grad()
+def _restore(before: Mapping[str, tuple[Tensor, Tensor]], model: nn.Module) -> None:
+    for name, tensor in (*model.named_buffers(), *model.named_parameters()):
+        if name in before:
+            tensor.copy_(before[name][1])
 
 
 class Masters:

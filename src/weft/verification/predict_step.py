@@ -142,7 +142,8 @@ def _module_calls(
             here, all_ = plan.microbatch, crossing.samples
             sizes = tuple((prod(a) * here // all_, prod(b) * here // all_) for a, b in shapes)
             found[name] = replace(found[name], sizes=sizes * plan.accumulate)
-        if crossing.entered is None or not (chosen or flat or _parts_samples(plan, shapes, mine)):
+        parted = crossing.entered is not None and (flat or _parts_samples(plan, shapes, mine))
+        if not (chosen or parted):
             continue
         rows = shapes[0][0][0]
         usual = {rows, rows * plan.microbatch // crossing.samples}

@@ -23,7 +23,7 @@ from .activation_recorder import ActivationRecorder
 from .case import Case
 from .plain.causality import reads_later_tokens
 from .plain.optimizers import AnyOptimizer
-from .plain_run import NeedsMicrobatches, PlainRun, StepRecord, fitting_scale
+from .plain_run import WATCHED, NeedsMicrobatches, PlainRun, StepRecord, fitting_scale
 
 Batch = dict[str, Tensor]
 LATER = "an output of the model at a position changes with the tokens after it"
@@ -99,9 +99,12 @@ def reference_steps(
         begun, batch = time.monotonic(), case.whole_batch_of(step)
         found.batches.append(batch)
         try:
-            loss, _ = run.gradients(step, batch, record if step == 0 else None)
+            loss, _ = run.gradients(step, batch, None if step else record, watched=step < WATCHED)
         except NeedsMicrobatches:
-            return (yield from reference_steps(case, steps, in_microbatches=True))
+            if step == 0:
+                return (yield from reference_steps(case, steps, in_microbatches=True))
+            run.in_microbatches = True  # the steps before have changed nothing
+            loss, _ = run.gradients(step, batch)
         found.losses.append(loss)
         found.calls.append(run.calls.copy())
         found.gradients.append(

@@ -41,6 +41,7 @@ class GraphNode:
     buffers: dict[str, None] = field(default_factory=dict)
     random: bool = False
     reads_into_python: bool = False  # it reads an element into Python
+    checks: bool = False  # what a distribution of torch is given, by that
     reshapes: bool = False  # it changes the shape of a tensor in place
     keeps: bool = False
     output: Any = None

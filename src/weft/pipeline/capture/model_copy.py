@@ -8,6 +8,7 @@ from types import CellType, FunctionType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from weft._torch.modules import wrap_hooks
 from weft._torch.tensors import FakeTensor
@@ -86,7 +87,8 @@ def _is_set(cell: CellType) -> bool:
 
 def run_op_without_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The result of an op. Torch cannot compute the shape of a grouped matmul without data unless
-    it is in bf16; this function can."""
+    it is in bf16; this function can. Nor does torch count, inside a dispatch mode, what foreach
+    functions change in place."""
     first, second = args[:2] if func._overloadpacket is GROUPED_MM else (None, None)
     if isinstance(first, FakeTensor) and isinstance(second, FakeTensor):
         if first.ndim == 2 and second.ndim == 3:
@@ -94,6 +96,8 @@ def run_op_without_data(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if first.ndim == second.ndim == 2:
             offsets = args[2] if len(args) > 2 else kwargs["offs"]
             return first.new_empty((len(offsets), first.shape[0], second.shape[1]))
+    if func._schema.is_mutable and func._overloadpacket.__name__.startswith("_foreach_"):
+        increment_version(args[0])
     return func(*args, **kwargs)
 
 

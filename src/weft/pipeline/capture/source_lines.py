@@ -6,6 +6,7 @@ import linecache
 import os
 import sys
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _WEFT = str(Path(__file__).parents[2]) + os.sep
+_DISTRIBUTIONS = os.path.join(_TORCH, "distributions", "")
 CHECKPOINT = os.path.join(_TORCH, "utils", "checkpoint.py")
 
 
@@ -29,6 +31,10 @@ def _is_model(frame: FrameType) -> bool:
     if path.startswith(_WEFT):
         return path.startswith(os.path.join(_WEFT, "nn", "models", ""))
     return not path.startswith((_TORCH, "<"))
+
+
+def _is_no_model(frame: FrameType) -> bool:
+    return not _is_model(frame)
 
 
 def model_frames() -> Iterator[FrameType]:
@@ -50,6 +56,12 @@ def source_text() -> str:
     return (
         "" if frame is None else linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
     )
+
+
+def checks_arguments() -> bool:
+    """Whether a distribution of torch, which that line makes or asks, looks at its arguments."""
+    paths = (frame.f_code.co_filename for frame in takewhile(_is_no_model, user_frames()))
+    return any(path.startswith(_DISTRIBUTIONS) for path in paths)
 
 
 def quoted_line(code: CodeType, line: int) -> str:

@@ -53,9 +53,11 @@ from .graph import (
     containers_of,
 )
 from .model_copy import copy_with_tensors, is_parameter, run_op_without_data
-from .source_lines import CHECKPOINT, source_line, source_text, user_frames
+from .source_lines import CHECKPOINT, checks_arguments, source_line, source_text, user_frames
 from .structures import PLAIN_TYPES, arguments, map_tensors, tensors_in, tensors_inside
 from .unread_outputs import unread_outputs
+
+_SETS_DATA = frozenset({Tensor.data.__set__})  # type: ignore[attr-defined]
 
 
 def trace_forward(
@@ -181,21 +183,19 @@ class _ForwardTracer(TorchFunctionMode):
         self.model = model
         self.state = {id(t): n for n, t in (*model.named_parameters(), *model.named_buffers())}
         self.buffers = {n for n, _ in model.named_buffers()}
-        self.homes = {
-            storage_id(t): n for n, t in model.named_buffers()
-        }  # what a view, or `.data`, has of a buffer
+        # what a view, or `.data`, has of a weight or buffer
+        named = (*model.named_parameters(), *model.named_buffers())
+        self.homes = {storage_id(t): n for n, t in named}
         self.modules = dict(model.named_modules())
         self._functions = forwards_of_functions()
         self.events: list[GraphNode] = []
         self.tensors: list[TensorInfo] = []
         self.numbers: dict[int, int] = {}  # id of a tensor -> its number
-        self.alive: list[
-            Tensor
-        ] = []  # by number; ids and storages stay theirs while the trace lasts
+        # by number; ids and storages stay theirs while the trace lasts
+        self.alive: list[Tensor] = []
         self.sharing: dict[int, list[int]] = {}  # storage -> the tensors on it
-        self.dirty: dict[
-            int, int
-        ] = {}  # storage of an untracked tensor that was written to -> the number it got
+        # storage of an untracked tensor that was written to -> the number it got
+        self.dirty: dict[int, int] = {}
         self.given: set[int] = set()  # storages of what the model is called with
         self.derived = DerivedTensors()
         self.open: list[int] = []
@@ -213,9 +213,8 @@ class _ForwardTracer(TorchFunctionMode):
             output = self.model(**inputs)
         for name, buffer in self.model.named_buffers():
             number = self.numbers.get(id(buffer))
-            if (
-                id(buffer) not in self.state and number is not None
-            ):  # a new tensor in the place of the old
+            # a new tensor in the place of the old
+            if id(buffer) not in self.state and number is not None:
                 self.changed.add(name)
                 for index in self._around(self.tensors[number].birth):
                     self.events[index].buffers[name] = None
@@ -307,27 +306,28 @@ class _ForwardTracer(TorchFunctionMode):
         out = func(*args, **kwargs)
         event.random = func in RANDOM_FUNCTIONS
         event.draws = count_draws(func, args, kwargs)
-        event.changed = tuple(at for at, t, version, _ in before if t._version != version)
+        written = [(at, t) for at, t, version, _ in before if t._version != version]
+        if func in _SETS_DATA and id(args[0]) in self.state:
+            written.append((InputRef(0, 0), args[0]))
+        event.changed = tuple(at for at, _ in written)
         event.reshapes = any(t.shape != shape for _, t, _, shape in before)
-        for at, t, version, _ in before:
-            if t._version != version:
-                self._writes(event, at, t, index)
+        for at, t in written:
+            self._writes(event, at, t, index)
         event.differentiates = {n for n in constant & event.writes if self.alive[n].requires_grad}
-        if func in (
-            F.batch_norm,
-            F.instance_norm,
-        ):  # their kernels update statistics without a trace
+        # their kernels update statistics without a trace
+        if func in (F.batch_norm, F.instance_norm):
             self._statistics(func, args, kwargs)
         kept = {id(t) for _, t, version, _ in before if t._version == version}
         # what is returned as it came may be another tensor at other types: `x.float()`
         out = map_tensors(out, lambda t: t.view_as(t) if id(t) in kept else t)
         event.output = self._describe(out, index, args, kwargs)
         event.reads_into_python = not tensors_in(out) and not event.changed
+        event.checks = event.reads_into_python and checks_arguments()
         self._finish(event, first, flops)
         return out
 
     def _light(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run a function that reads no tracked tensor but may write to the memory of a buffer."""
+        """Run a function that reads no tracked tensor but may write to a weight or buffer."""
         touched = [
             (self.homes[storage_id(t)], t, t._version)
             for _, t in arguments(args, kwargs)
@@ -340,23 +340,25 @@ class _ForwardTracer(TorchFunctionMode):
         return out
 
     def _changes(self, name: str) -> None:
-        """Note that the running calls change this buffer."""
+        """Note that the running calls change this weight or buffer."""
         self.changed.add(name)
         for index in self.open:
-            self.events[index].buffers[name] = None
+            self._uses(self.events[index], name)
+
+    def _uses(self, event: GraphNode, name: str) -> None:
+        (event.buffers if name in self.buffers else event.weights)[name] = None
 
     def _is_tracked(self, t: Tensor) -> bool:
         # a FakeTensor that no tracked function made is what an ordinary tensor is with data
-        if id(t) in self.numbers or id(t) in self.state or t.requires_grad:
-            return True
-        if type(t) not in (Tensor, FakeTensor):
+        known = id(t) in self.numbers or id(t) in self.state or t.requires_grad
+        if known or type(t) not in (Tensor, FakeTensor):
             return True
         return bool(self.dirty) and storage_id(t) in self.dirty
 
     def _reads(self, event: GraphNode, t: Tensor, index: int) -> None:
         name = self.state.get(id(t))
         if name is not None:
-            (event.buffers if name in self.buffers else event.weights)[name] = None
+            self._uses(event, name)
         elif id(t) not in self.numbers:
             written = self.dirty.get(storage_id(t))
             event.reads.add(self._number(t, index, UNSEEN_BY_TORCH) if written is None else written)
@@ -371,7 +373,7 @@ class _ForwardTracer(TorchFunctionMode):
         home = self.homes.get(storage_id(t))
         if home is not None:
             self._changes(home)
-            event.buffers[home] = None
+            self._uses(event, home)
         if id(t) not in self.numbers:
             if home is not None:
                 return
