@@ -9,7 +9,7 @@ import torch
 
 from tests.run_files import TRAINED
 from weft.core import Plan, RunConfig, load_run
-from weft.train import build, build_data, check_run
+from weft.train import build, build_data, check_run, run_checks
 
 LAYOUTS = ["dp2", "fsdp2", "fsdp2+zero2.tp2+sequence", "ulysses2", "dp2.tp2"]
 
@@ -45,6 +45,18 @@ def test_stages_are_cut_anew(tmp_path: Path) -> None:
     (checked,) = check_run(run)
     found = of_a_rank(run, checked)
     assert found is not checked and found == checked
+
+
+def test_what_the_check_has_seen_is_not_looked_for_again_on_cpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = of_layout(tmp_path, "dp2")
+    (checked,) = check_run(run)
+    assert not checked.own_gradients
+    # where a forward may call other functions than without weights
+    monkeypatch.setattr(run_checks, "own_device", lambda: torch.device("cuda"))
+    (checked,) = check_run(run)
+    assert checked.own_gradients
 
 
 CONSTANTS = """

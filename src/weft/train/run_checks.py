@@ -138,7 +138,9 @@ def check_run(
     if tried.error or has_odd_dtypes(bare, inputs, sample):
         micro = sample_batch(run, train, samples_together(plans[0]))
         confirm_fault(run, bare, loss, inputs, micro, [*metrics.values()])
-    return [replace(each, own_gradients=tried.own_gradients) for each in plans]
+    # on a GPU a forward may call other functions than without weights
+    own_gradients = tried.own_gradients or own_device().type != "cpu"
+    return [replace(each, own_gradients=own_gradients) for each in plans]
 
 
 def _check_own_optimizer(run: RunConfig, factory: OptimizerFactory) -> None:
