@@ -68,8 +68,8 @@ def misunderstood(text: str) -> list[str]:
         if f"{text} ".startswith(f"{name} "):
             try:
                 command.make_context(name, refresh.shlex.split(text)[len(name.split()) :])
-            except Exception as error:  # of typer, or of the click that it uses
-                return [str(error)]
+            except generator.typer.Exit as shown:  # help, or what is wrong
+                return [f"exit code {shown.exit_code}"] if shown.exit_code else []
     return []
 
 
