@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from copy import deepcopy
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -17,7 +16,7 @@ from weft._torch.modules import replace_parameters, replace_references
 from weft._torch.tensors import without_function_modes
 from weft._torch.trees import tree_flatten
 from weft.core import is_inside
-from weft.nn import is_cache
+from weft.nn import copy_cache, is_cache
 from weft.parallel import own_forward, set_own_forward
 from weft.pipeline import copy_with_tensors
 
@@ -152,7 +151,7 @@ class GatheredModel:
         # how they are marked
         made: list[Any] = []
         # a cache grows at each call: where it runs again, a block finds it as it was
-        before = [deepcopy(leaf) if is_cache(leaf) else leaf for leaf in leaves]
+        before = [copy_cache(leaf) if is_cache(leaf) else leaf for leaf in leaves]
 
         def run(tensors: Sequence[Tensor], again: bool) -> list[Tensor]:
             given = list(before if again else leaves)

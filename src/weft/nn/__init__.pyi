@@ -66,10 +66,10 @@ from .hf_adapter import (
     save_adapter_settings as save_adapter_settings,
     split_adapter_tensors as split_adapter_tensors,
 )
+from .hf_cache import copy_cache as copy_cache, is_cache as is_cache
 from .hf_model import (
     build_hf_model as build_hf_model,
     hf_weight_files as hf_weight_files,
-    is_cache as is_cache,
     set_use_cache as set_use_cache,
 )
 from .local_multihead_attention import LocalMultiheadAttention as LocalMultiheadAttention

@@ -173,11 +173,6 @@ def _refuse_pickles(name: str, path: Path) -> None:
         )
 
 
-def is_cache(value: object) -> bool:
-    """Whether it holds keys and values for generation, by a class of transformers."""
-    return any(kind.__module__ == "transformers.cache_utils" for kind in type(value).__mro__)
-
-
 def set_use_cache(config: Any, value: bool) -> None:
     """Whether a model of transformers, and the models in it, keep keys and values for generation.
 
