@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from weft._torch.modes import without_dispatch_modes
+from weft.launch.thread_frame import thread_frame
 
 WAIT_S = 0.02  # how much later other threads than the first go on
 UP_S, DOWN_S = 0.02, 0.1  # how long a message travels to a higher rank, and to a lower one
@@ -256,7 +257,7 @@ def _send_when(
 
 def _runs(frame: FrameType, thread: int) -> bool:
     """Whether a frame of a thread has not ended yet."""
-    now = sys._current_frames().get(thread)
+    now = thread_frame(thread)
     while now is not None and now is not frame:
         now = now.f_back
     return now is not None

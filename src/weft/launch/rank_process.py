@@ -30,6 +30,7 @@ from .gate import LOOPBACK, run_token
 from .host_filter import admit_hosts
 from .rendezvous import Rendezvous, listen_at
 from .stores import join_hosts_store, join_store, keep_for_hosts, keep_store
+from .thread_frame import thread_frame
 from .watchdog import Watchdog
 
 POLL_S = 0.2
@@ -172,7 +173,7 @@ def replica_slot() -> ReplicaGroup | None:
 
 def _note_stack(thread: int, file: str) -> None:
     """Write where this thread is, innermost last."""
-    stack = traceback.format_stack(sys._current_frames()[thread])
+    stack = traceback.format_stack(thread_frame(thread))
     Path(file).write_text("".join(stack[-STACK:]), encoding="utf-8")
 
 

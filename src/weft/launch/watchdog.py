@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 import threading
 import time
 import traceback
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from weft._torch.c10d import default_store, flight_record, group_names
 
 from .log import log_line
+from .thread_frame import thread_frame
 
 HANGS = 3  # with which a rank that hangs ends
 LISTEN_S = 3.0  # for what the others say
@@ -169,7 +169,9 @@ class Watchdog:
                     break
         else:
             return
-        heard = {rank: RankLocation.of(self._at, sys._current_frames()[self._watched])}
+        frame = thread_frame(self._watched)
+        assert frame is not None  # it stops this watchdog before it ends
+        heard = {rank: RankLocation.of(self._at, frame)}
         listen_s = LISTEN_S + min(limit_s, LEAST_S) / 4
 
         def end() -> None:
