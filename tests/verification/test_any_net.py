@@ -31,40 +31,12 @@ NETS |= LAYERS_IN_PARTS | PUBLIC_CODE | GITHUB | PRACTICE
 LAYOUTS = ("dp2", "fsdp2", "tp2", "pp2", "dp2.tp2")
 TP = ("tp2", "dp2.tp2")
 SAMPLES = ("dp2", "fsdp2", "dp2.tp2")  # ranks have other samples
-NOTHING_TO_CUT = (
-    "spectral-norm",
-    "weight-norm",
-    "clamped",
-    "lstm",
-    "lstm-dropout",
-    "gru-dropout",
-    "time-loop",
-    "gumbel",
-    "unet",
-    "siamese",
-    "vq-vae",
-    "multi-task",
-    "zero-experts",
-    "pointnet",
-    "checkpointed-conv",
-    "hypernet",
+NOTHING_TO_CUT = (  # weights in no linear or convolution, or that something else reads
+    "zero-experts",  # the tokens decide whether gradients come to its gates
     "multi-period",
-    "skips-to-the-end",
-    "gat",
-    "s4d",
-    "gmlp",
-    "set-transformer",
-    "pixel-cnn",
-    "qat",
-    "gcn",
-    "sampled-keys",
-    "random-start",
-    "tabnet",
     "kan",
     "bayes",
-    "deep-speech",
-    "yolo",
-    "deep-lab",
+    "deep-speech",  # its forward does not run to its end without elements
     "dino",
     "flow-matching",
 )
@@ -84,7 +56,7 @@ REFUSED: dict[tuple[str, str], str] = {
     **{
         (f"{kind}-dropout", at): "draws random numbers by a function of torch"
         for kind in ("lstm", "gru")
-        for at in ("dp2", "fsdp2", "pp2")
+        for at in LAYOUTS
     },
     ("equilibrium", "pp2"): r"into Python: `z\.register_hook\(solve\)`",
     ("siamese", "pp2"): "the model has only 0 modules",
@@ -115,7 +87,7 @@ REFUSED: dict[tuple[str, str], str] = {
         for at in LAYOUTS
     },
     **{("sparse-graph", at): "is a sparse tensor" for at in LAYOUTS},
-    **{("tabnet", at): "normalizes the 8 samples .* Set it to 2" for at in ("dp2", "fsdp2")},
+    **{("tabnet", at): "normalizes the 8 samples .* Set it to 2" for at in SAMPLES},
     ("tree-lstm", "pp2"): "the forward took another path",
     ("nerf", "pp2"): "the model has only 0 modules",
     ("spiking", "pp2"): "the model has only 0 modules",

@@ -127,6 +127,7 @@ from .role_types import (
     OF_OUTPUTS as OF_OUTPUTS,
     Chain as Chain,
     ExpertsRole as ExpertsRole,
+    LoneLinear as LoneLinear,
     Roles as Roles,
     chain_module as chain_module,
     is_conv1d as is_conv1d,

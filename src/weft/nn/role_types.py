@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import nn
 
@@ -74,6 +75,22 @@ def chain_module(chain: Chain) -> str:
 
 
 @dataclass(frozen=True)
+class LoneLinear:
+    """A linear or convolution in no chain, divided by the features of its output, which all ranks
+    gather, or of its input, where all sum what they make.
+
+    `dim`: of its weight, which has `features` rows there; `activation_dim`: where they are in the
+    output or the input, from the end.
+    """
+
+    module: str
+    by: Literal["output", "input"]
+    features: int
+    dim: int
+    activation_dim: int = -1
+
+
+@dataclass(frozen=True)
 class ExpertsRole:
     """A module that holds the weights of `count` experts. `cuts`: parameter -> how the features
     inside of every expert are divided; empty where its shapes do not tell. `shared`: the module
@@ -94,6 +111,7 @@ class Roles:
     `read_elsewhere`: modules that are whole because something else reads their weight.
     `needs_whole`: modules that are whole because a part of them does not run.
     `uneven`: rows of chains that so many ranks do not divide, and the features or heads that enter.
+    `lone`: what is divided by itself where there is nothing else to divide.
 
     More than one embedding or head: modules of their own that hold the same weight (a T5's encoder
     and decoder).
@@ -111,6 +129,7 @@ class Roles:
     read_elsewhere: tuple[str, ...] = ()
     needs_whole: tuple[str, ...] = ()
     uneven: tuple[tuple[str, int], ...] = ()
+    lone: tuple[LoneLinear, ...] = ()
 
     def of_experts(self, name: str) -> bool:
         """Whether a parameter has a part for each expert."""

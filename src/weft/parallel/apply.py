@@ -326,7 +326,7 @@ def _leave(
 ) -> None:
     boundary = step.output
     assert boundary is not None
-    total = _total(step, plan)
+    total = _total(step)
     cross = _crossing(step, boundary, False, mesh, total)
     cut = {Shard(0), Shard(1)} & {*boundary.outside.values()}  # samples and positions may be one
     outside: ActivationSharding = "sequence" if cut else "whole"
@@ -360,12 +360,11 @@ def _leave(
     module.register_forward_hook(hook)
 
 
-def _total(step: Step, plan: Plan) -> int | None:
+def _total(step: Step) -> int | None:
     """Length of an output dim that is cut by the vocabulary, whose shards may differ."""
     if step.output is None or Shard(-1) not in step.output.inside.values():
         return None
-    names = {f"{step.module}.weight"}
-    return next(w.shape[0] for w in plan.weights if names & {w.name, *w.aliases})
+    return next(sum(p.cut.parts) for p in step.params if p.cut is not None)
 
 
 def _as_dtensor(y: Tensor, boundary: Boundary, mesh: Mesh, total: int | None) -> Tensor:

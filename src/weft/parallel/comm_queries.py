@@ -40,9 +40,12 @@ class BoundaryShape:
     further: tuple[BoundaryShape, ...] = ()  # other tensors that enter and need a gradient
     # dim 0 has all samples with something else, as patches [samples * patches, positions, features]
     joined: bool = False
+    fixed: bool = False  # the same for any number of samples, as what is made of parameters
 
     def rows(self, shape: tuple[int, ...], microbatch: int) -> float:
         """What the elements of a shape are to be multiplied by for `microbatch` samples."""
+        if self.fixed:
+            return 1
         if self.batched:
             return microbatch
         joined = self.joined or (len(shape) == 2 and shape[0] % self.samples == 0)

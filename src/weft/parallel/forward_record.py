@@ -41,7 +41,8 @@ class Read:
 
 
 class ForwardRecord:
-    """A forward of a request's model on its sample, as far as it runs without elements.
+    """A forward of a request's model on its sample, as far as it runs without elements. `ended`: to
+    its end.
 
     Args:
         request: has a sample.
@@ -53,7 +54,7 @@ class ForwardRecord:
         self._model = model = copy_without_elements(request.model, mode)
         call_forwards_with_hooks(model)  # as the model that is laid out does
         self._before, self._writes = dict(_buffers(model)), _Writes()
-        reads = _Reads(model)
+        reads, self.ended = _Reads(model), False
         try:
             with ExitStack() as stack:
                 reads.inside = stack.enter_context(module_calls(model))
@@ -62,6 +63,7 @@ class ForwardRecord:
                 stack.enter_context(self._writes)
                 stack.enter_context(reads)
                 model(**request.arguments())
+            self.ended = True
         except Exception:  # the rest of it is not seen: a trial and the first step look again
             pass
         self.reads = tuple(reads.found)  # in order, each once

@@ -45,6 +45,7 @@ from .cut_trial import runnable_roles
 from .float8_choice import check_recipe, choose_float8
 from .gathered_units import check_unit_stages, gathered_units, heads_for_chunks, unit_notes
 from .logits_uses import combines_logits
+from .lone_linears import with_lone_linears
 from .memory_checks import check_offload, check_prefetch
 from .multihead_calls import called_attentions
 from .norm_calls import check_norm_calls
@@ -215,7 +216,7 @@ def _plan_checked(request: PlanRequest) -> Plan:
     found = without_blocks_read_elsewhere(request, found)
     found = without_weights_read_elsewhere(request, found)
     found = runnable_roles(request, found)
-    found = traced_roles(request, found)
+    found = with_lone_linears(request, traced_roles(request, found))
     steps: list[Step] = []
     typed = loss is not None and accepts_sharded_logits(loss)
     if typed and layout.active_axes(*FEATURE_AXES, *VOCABULARY_AXES):
@@ -277,6 +278,11 @@ def _plan_checked(request: PlanRequest) -> Plan:
     )
     if layout.active_axes(*FEATURE_AXES):
         notes += [f"{found.source}; {len(found.chains)} chains of linears are cut", *found.notes]
+        if found.lone:
+            notes.append(
+                f"{len(found.lone)} linears and convolutions are each cut by themselves, and all"
+                " ranks gather their outputs: nothing else in this model can be divided"
+            )
     notes += part_notes(parts, weights, layout)
     notes += unit_notes(request.fsdp_units, steps, weights)
     if staged is not None:

@@ -23,6 +23,7 @@ def without_weights_read_elsewhere(request: PlanRequest, roles: Roles) -> Roles:
         return roles
     owned = {w for chain in roles.chains for w in _weights(chain)}
     owned |= {(f"{name}.weight", name) for name in (*roles.embeddings, *roles.heads)}
+    owned |= {(f"{each.module}.weight", each.module) for each in roles.lone}
     read = _read_elsewhere(request, owned)
     if not read:
         return roles
@@ -39,6 +40,7 @@ def without_weights_read_elsewhere(request: PlanRequest, roles: Roles) -> Roles:
         chains=chains,
         embeddings=tuple(n for n in roles.embeddings if n not in read),
         heads=tuple(n for n in roles.heads if n not in read),
+        lone=tuple(each for each in roles.lone if each.module not in read),
         notes=(*roles.notes, *notes),
         read_elsewhere=tuple(read),
     )

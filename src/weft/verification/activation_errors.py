@@ -293,7 +293,7 @@ def _local_part(engine: TrainingEngine, name: str, value: Tensor, want: Tensor) 
                 and p.axis != EXPERTS
                 and p.name.endswith("weight")
                 and dim == want.ndim - 1
-                and (step.module == name or sum(p.cut.parts) == want.shape[dim])
+                and sum(p.cut.parts) == want.shape[dim]
             ):
                 here = engine.mesh.index(p.axis), engine.mesh.size(p.axis)
                 pieces = [want.narrow(dim, a, b - a) for a, b in p.cut.intervals(*here)]

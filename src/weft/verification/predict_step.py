@@ -4,8 +4,9 @@ one-device run has shown."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from math import prod
 
 import torch
@@ -45,9 +46,10 @@ def predict_step(
     values = stage_value_bytes(case, engine.plan, reference.batches[0])
     gathered = (n for place, n in reference.loss_bytes if place not in engine.plan.pairs)
     loss = whole_batch_comms(engine.plan, engine.mesh.rank, gathered)
+    crossings = _crossings(engine.plan, reference, trace)
     comms = predict_collectives(
         engine.plan,
-        _crossings(engine.plan, reference, trace),
+        crossings,
         engine.plan.dtypes.computed(case.dtype).itemsize,
         reference.unreached,
         engine.buffers.nbytes,
@@ -60,7 +62,7 @@ def predict_step(
         _routings(reference.traces),
         reference.traces[0].asked,
         engine.updated_whole,
-        _module_calls(engine.plan, reference.traces[0], trace),
+        _module_calls(engine.plan, reference.traces[0], crossings, trace),
     )
     return [*comms, *loss]
 
@@ -88,14 +90,37 @@ def _crossings(
     whole = reference.traces[0]
     crossings = {}
     for name, each in whole.crossings.items():
-        joined = _is_joined(plan, each, whole.shapes[name], trace.shapes.get(name, []))
-        crossings[name] = replace(each, joined=joined)
+        shapes, mine = whole.shapes[name], trace.shapes.get(name, [])
+        if _is_fixed(plan, each, shapes, mine):
+            entered, left = shapes[0]
+            each = replace(each, entered=entered, left=left, batched=False, fixed=True)
+        crossings[name] = replace(each, joined=_is_joined(plan, each, shapes, mine))
     heads = [s.module for s in plan.steps if s.output is not None and s.output.typed]
     labels = reference.labels
     for head in heads if labels else ():
         if head in crossings:
             crossings[head], labels = replace(crossings[head], labels=labels), ()
     return crossings
+
+
+def _is_fixed(
+    plan: Plan, crossing: BoundaryShape, whole: Sequence[CallShapes], mine: Sequence[CallShapes]
+) -> bool:
+    """Whether what enters is as large as on one device in every call, though there are fewer
+    samples."""
+    return len(mine) >= len(whole) and all(
+        _is_fixed_call(plan, crossing, *both) for both in zip(whole, mine, strict=False)
+    )
+
+
+def _is_fixed_call(
+    plan: Plan, crossing: BoundaryShape, whole: CallShapes, mine: CallShapes
+) -> bool:
+    """The same of one call. Features may be divided."""
+    if plan.microbatch == crossing.samples or plan.sequence_size > 1:
+        return False
+    (entered, _), (here, _) = whole, mine
+    return entered != (0,) and (entered == here or (len(entered) > 1 and entered[:-1] == here[:-1]))
 
 
 def _is_joined(
@@ -126,7 +151,10 @@ def _sequence_inputs(
 
 
 def _module_calls(
-    plan: Plan, whole: ActivationRecorder, trace: ActivationRecorder
+    plan: Plan,
+    whole: ActivationRecorder,
+    crossings: Mapping[str, BoundaryShape],
+    trace: ActivationRecorder,
 ) -> dict[str, CallSizes]:
     """How often each module is called; and with how much, on this rank, where that differs from
     call to call, or one device's shapes do not tell: a Python loop over experts calls each with the
@@ -135,12 +163,13 @@ def _module_calls(
     repeated = {n: (whole.called_again[n], whole.left_again[n]) for n in whole.calls}
     found = {n: CallSizes(count, (), again[n], repeated[n]) for n, count in whole.calls.items()}
     for name, shapes in whole.shapes.items():
-        crossing, mine = whole.crossings[name], trace.shapes.get(name, [])
+        crossing, mine = crossings[name], trace.shapes.get(name, [])
         chosen = any(name == each or is_inside(name, each) for each in plan.chosen)
         flat = len(shapes[0][0]) == 2 and not crossing.batched
-        if len(set(shapes)) > 1 and not chosen and crossing.batched and plan.sequence_size == 1:
-            here, all_ = plan.microbatch, crossing.samples
-            sizes = tuple((prod(a) * here // all_, prod(b) * here // all_) for a, b in shapes)
+        counted = crossing.batched or crossing.fixed
+        if len(set(shapes)) > 1 and not chosen and counted and plan.sequence_size == 1:
+            both = zip_longest(shapes, mine[: len(shapes)])
+            sizes = tuple(_call_sizes(plan, crossing, *each) for each in both)
             found[name] = replace(found[name], sizes=sizes * plan.accumulate)
         parted = crossing.entered is not None and (flat or _parts_samples(plan, shapes, mine))
         if not (chosen or parted):
@@ -154,6 +183,16 @@ def _module_calls(
             count = len(shapes) if sizes else 0
             found[name] = replace(found[name], count=count, sizes=sizes)
     return found
+
+
+def _call_sizes(
+    plan: Plan, crossing: BoundaryShape, whole: CallShapes, mine: CallShapes | None
+) -> tuple[int, int]:
+    """Elements that enter a call on this rank, and leave it."""
+    fixed = mine is not None and _is_fixed_call(plan, crossing, whole, mine)
+    here, all_ = (1, 1) if fixed else (plan.microbatch, crossing.samples)
+    entered, left = map(prod, whole)
+    return entered * here // all_, left * here // all_
 
 
 def _parts_samples(plan: Plan, whole: Sequence[CallShapes], mine: Sequence[CallShapes]) -> bool:

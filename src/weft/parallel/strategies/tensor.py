@@ -31,7 +31,15 @@ from weft.core import (
     UnsupportedModel,
     is_inside,
 )
-from weft.nn import OF_OUTPUTS, Chain, ExpertsRole, is_linear, local_attributes, unknown_forward
+from weft.nn import (
+    OF_OUTPUTS,
+    Chain,
+    ExpertsRole,
+    LoneLinear,
+    is_linear,
+    local_attributes,
+    unknown_forward,
+)
 
 from ._request import StepsRequest
 from ._vocabulary import vocabulary_steps
@@ -64,7 +72,7 @@ def steps(request: StepsRequest) -> Iterator[Step]:
         fit = [n for n in range(2, count + 1) if count % n == 0]
         problem = f"{row} takes {count} features or heads, which tp{size} does not divide"
         raise UnsupportedModel("layout", str(layout), problem, f"tp sizes that work: {fit}")
-    if not roles.chains and not roles.embeddings:
+    if not roles.chains and not roles.embeddings and not roles.lone:
         some = any(is_linear(m) or isinstance(m, nn.Embedding) for m in model.modules())
         several = sum(map(is_linear, model.modules())) > 1
         problem = "tensor parallelism finds no attention, feed-forward or embedding to cut in this"
@@ -85,6 +93,7 @@ def steps(request: StepsRequest) -> Iterator[Step]:
     for experts in roles.experts if "ep" not in layout.options_of(AXIS) else ():
         in_stack = any(experts.module.startswith(block + ".") for block in blocks)
         yield from _expert_steps(experts, size, layout, Shard(0) if sequence and in_stack else COPY)
+    yield from (_lone(each, size, names) for each in roles.lone)
     yield from vocabulary_steps(request, AXIS, "tensor")
 
 
@@ -172,6 +181,23 @@ def _chain(
     for name in chain.inner:
         # used whole on this rank's heads alone
         yield Step(name.rpartition(".")[0], "tensor", (Param(names[name], AXIS, COPY, COPY, SUM),))
+
+
+def _lone(lone: LoneLinear, size: int, names: Mapping[str, str]) -> Step:
+    """All ranks gather the output of which each makes some features, or sum what each makes of some
+    features of the input."""
+    count = (lone.features,)
+    cut = DimShard(lone.dim, count, count)
+    params = [_weight(f"{lone.module}.weight", cut, size, names)]
+    part, whole, total = {AXIS: Shard(lone.activation_dim)}, {AXIS: COPY}, {AXIS: SUM}
+    others = [n for leaf in OF_OUTPUTS if (n := f"{lone.module}.{leaf}") in names]
+    if lone.by == "output":
+        params += [_weight(n, DimShard(0, count, count), size, names) for n in others]
+        entry, left = Boundary(whole, whole), Boundary(whole, part)
+    else:
+        params += [Param(names[n], AXIS, COPY, COPY, COPY) for n in others]
+        entry, left = Boundary(whole, part), Boundary(whole, total)
+    return Step(lone.module, "tensor", tuple(params), input=entry, output=left)
 
 
 def _padded(model: nn.Module, chains: Iterable[Chain]) -> Iterator[Step]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -20,11 +19,11 @@ from weft.nn import (
     is_linear,
     is_plain_linear,
     linear_features,
-    low_rank_factors,
     rms_rule,
 )
 
 from ..axes import FEATURE_AXES
+from ..free_modules import free_modules, is_declared
 from ..plan_request import PlanRequest
 from ..without_elements import copy_without_elements
 from .chain_builder import ChainBuilder
@@ -70,7 +69,7 @@ def misread_chains(request: PlanRequest, roles: Roles, size: int) -> dict[str, s
     "": it can, if ranks part at each of its columns, and not where its module begins."""
     model = request.model
     copies = _alike(model, roles.blocks)
-    guessed = [c for c in roles.chains if not _declared(c.row, request.roles or {})]
+    guessed = [c for c in roles.chains if not is_declared(c.row, request.roles or {})]
     linears = {n for c in guessed for n in c.linears if not _within_any(n, copies)}
     if not linears:
         return {}
@@ -150,7 +149,7 @@ def traced_chains(
     how many features or heads enter. Where it depends on the elements of tensors, it may show
     none."""
     model = request.model
-    linears = _free_linears(model, roles, request.roles or {})
+    linears = free_modules(model, roles, request.roles or {}, is_plain_linear)
     copies = _alike(model, roles.blocks)
     traced = {n: m for n, m in linears.items() if not _within_any(n, copies)}
     if len(traced) < 2:
@@ -239,40 +238,6 @@ def _undividable(trace: FeatureTrace, found: Mapping[str, tuple[str, ...]]) -> s
 def _norms(model: nn.Module) -> list[str]:
     """Modules that normalise by the root mean square."""
     return [name for name, module in model.named_modules() if rms_rule(module) is not None]
-
-
-def _free_linears(
-    model: nn.Module, roles: Roles, declared: Mapping[str, object]
-) -> dict[str, nn.Module]:
-    """The linears that may be cut: in order, plain, no other module's weight, of no role."""
-    used = {name for chain in roles.chains for name in chain.linears}
-    used |= {*roles.heads}
-    modules = dict(model.named_modules())
-    owned = [n for n, m in modules.items() if isinstance(m, nn.MultiheadAttention)]
-    owned += [each.module for each in roles.experts]
-    owned += low_rank_factors(modules)
-    weights = [id(p) for m in modules.values() for p in m.parameters(recurse=False)]
-    found = {}
-    for name, module in modules.items():
-        if (
-            is_plain_linear(module)
-            and name not in used
-            and not any(each in owned for each in _above(name))
-            and not _declared(name, declared)
-            and weights.count(id(module.weight)) == 1
-        ):
-            found[name] = module
-    return found
-
-
-def _declared(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a pattern of [roles] means a module, or one that holds it."""
-    return any(fnmatchcase(each, pattern) for each in _above(name) for pattern in patterns)
-
-
-def _above(name: str) -> list[str]:
-    """A module, and those that hold it."""
-    return [name[:i] for i in range(len(name)) if name[i] == "."] + [name]
 
 
 def _within_any(name: str, blocks: Iterable[str]) -> bool:
