@@ -235,8 +235,8 @@ ADVICE: dict[str, Advice] = {
         },
     ),
     # tp
-    "nothing-to-cut": Advice(NET["unet"], "tp2", r"Use dp or fsdp\.$", on("dp2", "fsdp2")),
-    "changes-weights": Advice(ARCHITECTURES["pixel-cnn"], "tp2", r"Use dp\.$", on("dp2", "pp2")),
+    "nothing-to-cut": Advice(NET["unet"], "tp3", r"Use dp or fsdp\.$", on("dp2", "fsdp2")),
+    "changes-weights": Advice(ARCHITECTURES["pixel-cnn"], "tp3", r"Use dp\.$", on("dp2", "pp2")),
     "max-norm": Advice(
         NET["max-norm"],
         "tp2",
@@ -575,7 +575,7 @@ def test_roles_are_declared_where_no_sample_shows_them(pool: Any) -> None:
 def test_no_roles_are_advised_where_the_forward_shows_none(net: type[nn.Module]) -> None:
     subject = Subject(net, features, mse)
     with pytest.raises(Refusal, match=r"in this model: in its .* stay separate .* or fsdp\.$"):
-        subject.case().lay(subject.build(), "tp2")
+        subject.case().lay(subject.build(), "tp3")  # which divides no features
     with pytest.raises(Refusal, match="declare a column and the row"):  # there might be some
         weft.plan(subject.build(), "tp2", batch=8, loss=mse)
 
@@ -584,4 +584,4 @@ def test_no_roles_are_advised_where_the_forward_shows_none(net: type[nn.Module])
 def test_no_roles_are_advised_past_indices_and_spectra(name: str) -> None:
     subject = REPOSITORIES[name]
     with pytest.raises(Refusal, match=r"in this model: in its .* stay separate .* or fsdp\.$"):
-        subject.case().lay(subject.build(), "tp2")
+        subject.case().lay(subject.build(), "tp7")  # which divides no features

@@ -70,12 +70,21 @@ def test_each_is_cut_by_its_outputs_or_its_inputs() -> None:
 
 def test_none_is_cut_beside_a_chain() -> None:
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.LayerNorm(8), Lone().odd)
-    plan = weft.plan(net, "tp2", batch=BATCH)
+    plan = weft.plan(net, "tp2", batch=BATCH, sample={"input": torch.randn(BATCH, 8)})
     cut = {s.module for s in plan.steps if any(p.cut for p in s.params)}
     assert cut == {"0", "2"}
 
 
+CONVOLUTIONS = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3))
+
+
 @pytest.mark.parametrize("size", [3, 5])
 def test_ranks_that_divide_nothing_are_refused(size: int) -> None:
+    sample = {"input": torch.randn(BATCH, 3, 8, 8)}
     with pytest.raises(Refusal, match="finds no attention"):
-        weft.plan(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)), f"tp{size}", batch=BATCH)
+        weft.plan(CONVOLUTIONS, f"tp{size}", batch=BATCH, sample=sample)
+
+
+def test_none_is_cut_without_a_sample() -> None:
+    with pytest.raises(Refusal, match=r"finds no attention.* got no `sample`"):
+        weft.plan(CONVOLUTIONS, "tp2", batch=BATCH)

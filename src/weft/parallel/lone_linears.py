@@ -16,6 +16,7 @@ from .free_modules import free_modules
 from .plan_request import PlanRequest
 from .weight_reads import without_weights_read_elsewhere
 
+NO_SAMPLE = "weft.plan got no `sample`, with which it follows the forward"
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 
@@ -23,13 +24,15 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 def with_lone_linears(request: PlanRequest, roles: Roles) -> Roles:
     """The roles, with `lone` where they have nothing else that the ranks of tp could divide. None
     where the elements of the data decide which modules run: how often ranks gather would depend on
-    them."""
+    them; and none without a sample, in whose forward there might be a chain."""
     size = request.layout.size(*FEATURE_AXES)
     others = (*roles.chains, *roles.embeddings, *roles.heads, *roles.uneven)
     if size == 1 or others or any(each.cuts for each in roles.experts):
         return roles
     record = record_forward(request)
-    if record is not None and not record.ended:
+    if record is None:
+        return replace(roles, notes=(*roles.notes, NO_SAMPLE))
+    if not record.ended:
         return roles
     found = free_modules(request.model, roles, request.roles or {}, _is_plain)
     lone = (_lone(name, module, size) for name, module in found.items())

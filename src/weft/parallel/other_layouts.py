@@ -73,7 +73,7 @@ def _refusal(
     except UnsupportedModel as why:
         return why
     except Refusal:  # of a size, or a setting beside the model
-        return None
+        pass
     record = record_forward(asked) if axis in STATE_AXES else None
     changed = record.changed_weights() if record is not None else ()
     if changed:
