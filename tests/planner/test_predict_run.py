@@ -17,6 +17,7 @@ from weft.planner.cost.card_sheet import sheet_of_card
 from weft.planner.predict_run import Prediction, predict
 
 CPU = torch.device("cpu")
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
@@ -122,3 +123,9 @@ def test_what_fails_in_a_runs_own_code_is_said(tmp_path: Path, at: Path) -> None
     at.write_text(sheet())
     (tmp_path / "own.py").write_text("def data():\n    raise KeyError('gone')\n")
     assert "gone" in str(predict(run(tmp_path, data__build="own:data"), CPU))
+
+
+def test_a_cut_of_single_layers_is_not_predicted(tmp_path: Path, at: Path) -> None:
+    at.write_text(sheet())
+    images = run_config.load_run(EXAMPLES / "images.toml", {"layout.axes": '"tp2"'})
+    assert "single layers" in predict(images, CPU).why

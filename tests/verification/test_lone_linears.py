@@ -65,7 +65,7 @@ def test_each_is_cut_by_its_outputs_or_its_inputs() -> None:
     plan = NET.case().lay(seeded(NET.build), "tp2")
     weights = (p for s in plan.steps for p in s.params if p.name.endswith(".weight"))
     assert {p.name[: -len(".weight")]: p.cut.dim for p in weights if p.cut} == CUT
-    assert any("7 linears and convolutions are each cut by themselves" in n for n in plan.notes)
+    assert any("7 linears and convolutions are cut each by itself" in n for n in plan.notes)
 
 
 def test_none_is_cut_beside_a_chain() -> None:

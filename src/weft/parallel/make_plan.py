@@ -280,8 +280,8 @@ def _plan_checked(request: PlanRequest) -> Plan:
         notes += [f"{found.source}; {len(found.chains)} chains of linears are cut", *found.notes]
         if found.lone:
             notes.append(
-                f"{len(found.lone)} linears and convolutions are each cut by themselves, and all"
-                " ranks gather their outputs: nothing else in this model can be divided"
+                f"{len(found.lone)} linears and convolutions are cut each by itself, and all ranks"
+                " gather their outputs: the model has no chain, vocabulary or experts to cut"
             )
     notes += part_notes(parts, weights, layout)
     notes += unit_notes(request.fsdp_units, steps, weights)

@@ -14,12 +14,14 @@ import torch
 from rich.filesize import decimal
 
 from weft.core import PREDICTION, Refusal, RunConfig, replace_file
+from weft.parallel import FEATURE_AXES
 
 from .calibrate.kept_runs import keep_run
 from .cost.breakdown import TimePart
 from .cost.card_sheet import sheet_of_card
 from .cost.estimate import estimate
 from .cost.hardware import GIB, LOCAL, Cluster, Hardware, local_sheet, named_sheet, sheet_names
+from .search.constraints import cuts_features
 from .search.query_from_run import query_from_run
 
 ERA = "eager"  # of what weft itself runs
@@ -87,6 +89,8 @@ def predict(run: RunConfig, device: torch.device) -> Prediction:
         hardware = own or named_sheet(sheet_names()[0])
         cluster = Cluster.of(hardware, run.layout.axes.world)
         asked = query_from_run(run, device=device.type)
+        if run.layout.axes.active_axes(*FEATURE_AXES) and not cuts_features(asked.work):
+            return Prediction({}, {}, {}, why="no prediction: a cut of single layers is not priced")
         era = hardware.eras.get(ERA) or next(iter(hardware.eras.values()))
         made = estimate(asked.work, asked.choices, cluster, era, asked.practice, asked.sync)
     except Refusal as error:

@@ -109,6 +109,12 @@ def _is_cut(work: ModelWork, *cuts: str) -> bool:
     return any(op.cut in cuts for block in work.blocks for op in block.ops)
 
 
+def cuts_features(work: ModelWork) -> bool:
+    """Whether the model has chains or a vocabulary, whose cuts are priced. Where it has none, the
+    ranks cut single layers, which is not."""
+    return _is_cut(work, "features", "vocabulary")
+
+
 def _heads_divide(c: Columns, q: PlanQuery) -> Array:
     return _every(c, [heads % _features(c) == 0 for heads, _ in _heads(q.work)])
 
@@ -227,8 +233,11 @@ LEGAL = (
     ),
     Constraint(
         FEATURE_AXES,
-        lambda c, q: (_features(c) == 1) | _is_cut(q.work, "features", "vocabulary"),
-        lambda c, q: f"the model has nothing that {' or '.join(FEATURE_AXES)} cuts",
+        lambda c, q: (_features(c) == 1) | cuts_features(q.work),
+        lambda c, q: (
+            f"the model has no chain of linears and no vocabulary that {' or '.join(FEATURE_AXES)}"
+            " cuts, and a cut of single layers is not priced"
+        ),
     ),
     Constraint(
         VOCABULARY_AXES,
