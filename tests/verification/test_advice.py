@@ -25,6 +25,7 @@ from tests.verification.nets_of_architectures import ARCHITECTURES
 from tests.verification.nets_of_families import FAMILIES
 from tests.verification.nets_of_github import GITHUB
 from tests.verification.nets_of_papers import PAPERS
+from tests.verification.nets_of_practice import PRACTICE
 from tests.verification.nets_of_repositories import REPOSITORIES
 from tests.verification.nets_with_quirks import QUIRKS
 from weft.core.errors import Refusal
@@ -237,6 +238,9 @@ ADVICE: dict[str, Advice] = {
     # tp
     "nothing-to-cut": Advice(NET["unet"], "tp3", r"Use dp or fsdp\.$", on("dp2", "fsdp2")),
     "changes-weights": Advice(ARCHITECTURES["pixel-cnn"], "tp3", r"Use dp\.$", on("dp2", "pp2")),
+    "guessed": Advice(
+        PRACTICE["schnet"], "tp2", r'Leave it whole: write "interactions', {"tp2": written}
+    ),
     "max-norm": Advice(
         NET["max-norm"],
         "tp2",
@@ -450,7 +454,7 @@ def test_followed(pool: Any, name: str) -> None:
     follow(pool, ADVICE[name])
 
 
-@pytest.mark.grid(3, ci=3)
+@pytest.mark.grid(3, ci=2)
 @pytest.mark.parametrize("name", OF_FAMILIES)
 def test_followed_in_a_family(pool: Any, name: str) -> None:
     pytest.importorskip("transformers")
@@ -547,7 +551,7 @@ def test_one_module_is_no_reason_to_refuse(pool: Any, name: str) -> None:
         assert "blocks.1.attention.out_proj.weight" in cut
 
 
-@pytest.mark.grid(4, ci=5)
+@pytest.mark.grid(4, ci=3)
 @pytest.mark.parametrize("name", DIVIDED)
 def test_a_family_needs_no_advice(pool: Any, name: str) -> None:
     pytest.importorskip("transformers")

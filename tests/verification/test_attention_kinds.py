@@ -265,7 +265,7 @@ def family(name: str) -> nn.Module:
     return model
 
 
-@pytest.mark.grid(4, ci=6)
+@pytest.mark.grid(4, ci=4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_equals_one_device(pool: Any, name: str) -> None:
     table = plan(family(name)).params()

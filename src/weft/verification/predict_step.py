@@ -131,7 +131,7 @@ def _is_joined(
     if crossing.batched or not mine:
         return False
     (_, left), (_, here) = whole[0], mine[0]
-    return len(left) > 2 and here[0] * crossing.samples == left[0] * plan.microbatch
+    return len(left) > 1 and here[0] * crossing.samples == left[0] * plan.microbatch
 
 
 def _sequence_inputs(
@@ -165,18 +165,18 @@ def _module_calls(
     for name, shapes in whole.shapes.items():
         crossing, mine = crossings[name], trace.shapes.get(name, [])
         chosen = any(name == each or is_inside(name, each) for each in plan.chosen)
-        flat = len(shapes[0][0]) == 2 and not crossing.batched
+        side = 0 if crossing.entered is not None else 1  # indices enter an embedding
+        flat = len(shapes[0][side]) == 2 and not crossing.batched
         counted = crossing.batched or crossing.fixed
         if len(set(shapes)) > 1 and not chosen and counted and plan.sequence_size == 1:
             both = zip_longest(shapes, mine[: len(shapes)])
             sizes = tuple(_call_sizes(plan, crossing, *each) for each in both)
             found[name] = replace(found[name], sizes=sizes * plan.accumulate)
-        parted = crossing.entered is not None and (flat or _parts_samples(plan, shapes, mine))
-        if not (chosen or parted):
+        if not (chosen or flat or _parts_samples(plan, shapes, mine)):
             continue
-        rows = shapes[0][0][0]
+        rows = shapes[0][side][0]
         usual = {rows, rows * plan.microbatch // crossing.samples}
-        chosen = chosen or any(entered and entered[0] not in usual for entered, _ in mine)
+        chosen = chosen or any(call[side] and call[side][0] not in usual for call in mine)
         chosen = chosen or _parts_samples(plan, shapes, mine)
         if chosen and plan.sequence_size == 1 and not plan.sliced(name):
             sizes = tuple((prod(entered), prod(left)) for entered, left in mine)
