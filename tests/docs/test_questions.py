@@ -495,7 +495,8 @@ QUESTIONS = [
          "timeout=timedelta(hours=1)"),
         ("怎么按 epoch 数训练", FAQ, "how-do-i-train-for-a-number", "代替 `train.steps`"),
         ("每个进程都加载模型 内存爆了", FAQ, "host-memory-ram", "自己那些分片的字节"),
-        ("ds_config.json 怎么迁移", "from_trainer", "from-deepspeed", "`zero_optimization.stage` 为"),
+        ("ds_config.json 怎么迁移", "from_trainer", "from-deepspeed",
+         "`zero_optimization.stage` 为"),
     ]
 ]  # fmt: skip
 
