@@ -135,9 +135,8 @@ def _is_joined(
     if len(left) < 3 or len(here) != len(left):
         return False
     fewer = [here[dim] * crossing.samples == n * plan.microbatch for dim, n in enumerate(left)]
-    apart = [dim for dim, n in enumerate(left) if n != here[dim]]
-    later = plan.sequence_size == 1 and len(apart) == 1 and apart[0] < len(left) - 1
-    return fewer[0] or (later and fewer[apart[0]])
+    apart = [dim for dim, n in enumerate(left[:-1]) if n != here[dim]]  # features may be divided
+    return fewer[0] or (plan.sequence_size == 1 and len(apart) == 1 and fewer[apart[0]])
 
 
 def _sequence_inputs(

@@ -30,17 +30,17 @@ def split_points(
     units are not divided; modules that contain blocks, Sequentials and modules with a list are. The
     first part begins with the forward. One begins with a module that is called several times, as
     the head of two views, if it uses no weight of those before."""
-    counts, first = Counter[str](), dict[str, int]()
+    counts, earliest = Counter[str](), dict[str, int]()
     for index in graph.calls():
         counts[graph.events[index].name] += 1
-        first.setdefault(graph.events[index].name, index)
-    repeated = {name for name in counts if counts[name] > 1 and graph.parts_weights(first[name])}
+        earliest.setdefault(graph.events[index].name, index)
+    repeated = {n for n, place in earliest.items() if counts[n] > 1 and graph.parts_weights(place)}
     found = _descend(graph, 0, set(blocks), {*units, *repeated})
     once = {name for name, number in counts.items() if number == 1}
     starts = [
         i
         for i in found
-        if graph.events[i].name in once | repeated and first[graph.events[i].name] == i
+        if graph.events[i].name in once | repeated and earliest[graph.events[i].name] == i
     ]
     order = {index: place for place, index in enumerate(graph.calls())}
     atoms, seen = [], set[str]()
