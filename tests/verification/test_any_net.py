@@ -58,7 +58,6 @@ REFUSED: dict[tuple[str, str], str] = {
         for kind in ("lstm", "gru")
         for at in LAYOUTS
     },
-    ("equilibrium", "pp2"): r"into Python: `z\.register_hook\(solve\)`",
     ("siamese", "pp2"): "the model has only 1 modules",
     ("pixel-cnn", "fsdp2"): "net.0.weight is changed by the model's forward, and fsdp",
     ("byol", "fsdp2"): "target.0.weight is changed by the model's forward, and fsdp",
