@@ -462,6 +462,29 @@ def test_a_module_in_which_nothing_is_seen_reads_what_it_is_given(points: list[s
     hold(Written(transformed, rows=ByRow()), points, {"x": torch.randn(3, 8)})
 
 
+def layer_by_layer(m: Any, x: Tensor) -> Any:
+    one, other = (m.b(m.a(each)) for each in (x, x.flip(0)))
+    one, other = m.c(one), m.c(other)
+    return m.d(one), m.d(other), one.detach()
+
+
+def view_by_view(m: Any, x: Tensor) -> Any:
+    return [m.d(m.c(m.b(m.a(each)))) for each in (x, x.flip(0))]
+
+
+@pytest.mark.parametrize("points", [["c"], ["d"], ["c", "d"]], ids=str)
+def test_a_stage_begins_with_the_first_of_several_calls(points: list[str]) -> None:
+    hold(Written(layer_by_layer), points, {"x": torch.randn(3, 8)}, {"x": torch.randn(5, 8)})
+
+
+def test_candidates_share_no_weight_with_what_runs_before() -> None:
+    batch = {"x": torch.randn(3, 8)}
+    assert atoms(Written(layer_by_layer), batch) == ["a", "c", "d"]
+    assert atoms(Written(view_by_view), batch) == ["a"]
+    with pytest.raises(UnsupportedModel, match="'c': the forward calls it 2 times"):
+        split_stages(trace_forward(Written(view_by_view), batch), ["c"])
+
+
 def test_a_constant_that_a_later_stage_makes_depend_on_weights_has_no_gradient_before() -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
         h = m.a(x)

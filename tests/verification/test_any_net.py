@@ -21,13 +21,14 @@ from tests.verification.nets_of_public_code import PUBLIC_CODE
 from tests.verification.nets_of_repositories import REPOSITORIES
 from tests.verification.nets_of_the_web import WEB
 from tests.verification.nets_of_tutorials import TUTORIALS
+from tests.verification.nets_of_visitors import VISITORS
 from tests.verification.nets_with_quirks import QUIRKS
 from weft.core.errors import Refusal
 from weft.verification.compare import check_layout
 from weft.verification.mixing import mixed_samples
 
 NETS = FIRST | PAPERS | QUIRKS | FAMILIES | TUTORIALS | REPOSITORIES | ARCHITECTURES | EDGES | WEB
-NETS |= LAYERS_IN_PARTS | PUBLIC_CODE | GITHUB | PRACTICE
+NETS |= LAYERS_IN_PARTS | PUBLIC_CODE | GITHUB | PRACTICE | VISITORS
 LAYOUTS = ("dp2", "fsdp2", "tp2", "pp2", "dp2.tp2")
 TP = ("tp2", "dp2.tp2")
 SAMPLES = ("dp2", "fsdp2", "dp2.tp2")  # ranks have other samples
@@ -36,7 +37,6 @@ NOTHING_TO_CUT = (  # weights in no linear or convolution, or that something els
     "multi-period",
     "kan",
     "bayes",
-    "deep-speech",  # its forward does not run to its end without elements
     "dino",
     "flow-matching",
 )
@@ -58,10 +58,7 @@ REFUSED: dict[tuple[str, str], str] = {
         for kind in ("lstm", "gru")
         for at in LAYOUTS
     },
-    ("equilibrium", "pp2"): r"into Python: `z\.register_hook\(solve\)`",
-    ("siamese", "pp2"): "the model has only 0 modules",
-    ("multi-period", "pp2"): "the model has only 0 modules",
-    ("skip-gram", "pp2"): "the model has only 1 modules",
+    ("siamese", "pp2"): "the model has only 1 modules",
     ("pixel-cnn", "fsdp2"): "net.0.weight is changed by the model's forward, and fsdp",
     ("byol", "fsdp2"): "target.0.weight is changed by the model's forward, and fsdp",
     ("byol", "pp2"): "is changed by the forward, and stages 0 and 1 use it",
@@ -77,7 +74,7 @@ REFUSED: dict[tuple[str, str], str] = {
     **{("frozen", at): "none of its parameters is trainable" for at in LAYOUTS},
     ("old-registers", "pp2"): "it runs inside torch.utils.checkpoint",
     ("checkpointed-conv", "pp2"): "backward changes it again, and a pipeline runs backward",
-    ("transformer-xl", "pp2"): "the model has only 0 modules",
+    ("transformer-xl", "pp2"): "the model has only 1 modules",
     ("task-hyper", "pp2"): "is another stage.s, and .* does not run without it",
     ("reversible", "pp2"): "it runs inside ReversibleFunction, called at",
     ("swish", "pp2"): "made by something that is no PyTorch function",
@@ -89,8 +86,8 @@ REFUSED: dict[tuple[str, str], str] = {
     **{("sparse-graph", at): "is a sparse tensor" for at in LAYOUTS},
     **{("tabnet", at): "normalizes the 8 samples .* Set it to 2" for at in SAMPLES},
     ("tree-lstm", "pp2"): "the forward took another path",
-    ("nerf", "pp2"): "the model has only 0 modules",
-    ("spiking", "pp2"): "the model has only 0 modules",
+    ("nerf", "pp2"): "the model has only 1 modules",
+    ("spiking", "pp2"): "the model has only 1 modules",
     ("deep-speech", "pp2"): "its shape, asked for at .*, follows from elements of another stage",
     **{("dino", at): "center is changed by the model's forward, and ranks" for at in SAMPLES[:2]},
     ("dino", "pp2"): "the weight teacher.* is changed by the forward, and stages 0 and 1 use it",
@@ -98,6 +95,8 @@ REFUSED: dict[tuple[str, str], str] = {
     ("sac", "fsdp2"): "qf1_target.0.weight is changed by the model's forward, and fsdp drops",
     ("sac", "pp2"): r"reads `normal = torch.distributions.Normal.* into Python",
     **{("schnet", at): r'Leave it whole: write "interactions' for at in TP},
+    ("turing-machine", "fsdp2"): "heads.1 makes a tensor after its output, and heads.0 uses it",
+    ("turing-machine", "pp2"): "the model has only 1 modules",
     **{("takes-dict", at): "is called with batch, and a sample holds x, target" for at in LAYOUTS},
 }
 

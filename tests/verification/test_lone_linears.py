@@ -88,3 +88,40 @@ def test_ranks_that_divide_nothing_are_refused(size: int) -> None:
 def test_none_is_cut_without_a_sample() -> None:
     with pytest.raises(Refusal, match=r"finds no attention.* got no `sample`"):
         weft.plan(CONVOLUTIONS, "tp2", batch=BATCH)
+
+
+class Picks(nn.Module):
+    """How many rows there are in `x[mask]` follows from elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        best = self.score(x).sum(-1)
+        return self.head(x[best == best.max(1, keepdim=True).values].view(len(x), 8))
+
+
+class Skips(Picks):
+    """Which modules run does, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        large = x[self.score(x) > 0]
+        if large.numel() > 0:
+            return self.head(x.mean(1)) * large.mean()
+        return x.mean(1)[:, :4]
+
+
+def sets() -> dict[str, Tensor]:
+    return {"x": torch.randn(BATCH, 5, 8), "target": torch.randn(BATCH, 4)}
+
+
+def test_shapes_that_follow_from_elements_are_no_reason_to_leave_all_whole(pool: Any) -> None:
+    net = Subject(Picks, sets, mse)
+    found = pool.run(check_layout, net.case(), "tp2", reference(net), world=2, timeout=60)[0]
+    assert found.passed, (found, found.stray)
+
+
+def test_modules_that_data_choose_are() -> None:
+    with pytest.raises(Refusal, match="finds no attention"):
+        Subject(Skips, sets, mse).case().lay(seeded(Skips), "tp2")

@@ -38,7 +38,8 @@ class BoundaryShape:
     # a label for each row
     labels: tuple[float, ...] | None = None
     further: tuple[BoundaryShape, ...] = ()  # other tensors that enter and need a gradient
-    # dim 0 has all samples with something else, as patches [samples * patches, positions, features]
+    # another dim has the samples, or dim 0 has them with something else, as patches
+    # [samples * patches, positions, features]
     joined: bool = False
     fixed: bool = False  # the same for any number of samples, as what is made of parameters
 

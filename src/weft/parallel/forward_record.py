@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -67,6 +68,16 @@ class ForwardRecord:
         except Exception:  # the rest of it is not seen: a trial and the first step look again
             pass
         self.reads = tuple(reads.found)  # in order, each once
+        self._functions = reads.functions
+
+    @cached_property
+    def loops_over_samples(self) -> bool:
+        """Whether it calls more functions for twice the samples, or may do so: one of the two runs
+        does not end."""
+        if not self.ended:
+            return True
+        twice = ForwardRecord(self.request.with_twice_the_samples())
+        return not twice.ended or twice._functions != self._functions
 
     def changed_weights(self) -> tuple[str, ...]:
         """Names of the weights that it changes in place: of what ranks have gathered of a weight
@@ -133,6 +144,7 @@ class _Reads(TorchFunctionMode):
             self._names[id(p)] = *self._names.get(id(p), ()), name
         self.inside: list[str] = []
         self.found: dict[Read, None] = {}
+        self.functions = 0  # of torch that have run
         self._functions: list[tuple[str, int]] = []  # that run: name, how many modules ran before
 
     def begin(self, function: str) -> None:
@@ -146,6 +158,7 @@ class _Reads(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        self.functions += 1
         for tensor in tensors_read(func, args, kwargs or {}):
             names = self._names.get(id(tensor))
             if names is not None:

@@ -8,7 +8,14 @@ from dataclasses import replace
 
 from torch import nn
 
-from weft.nn import LoneLinear, Roles, is_conv1d, is_plain_linear, linear_features
+from weft.nn import (
+    LoneLinear,
+    Roles,
+    chosen_modules,
+    is_conv1d,
+    is_plain_linear,
+    linear_features,
+)
 
 from .axes import FEATURE_AXES
 from .forward_record import record_forward
@@ -24,7 +31,9 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 def with_lone_linears(request: PlanRequest, roles: Roles) -> Roles:
     """The roles, with `lone` where they have nothing else that the ranks of tp could divide. None
     where the elements of the data decide which modules run: how often ranks gather would depend on
-    them; and none without a sample, in whose forward there might be a chain."""
+    them; and none without a sample, in whose forward there might be a chain. A forward that does
+    not run to its end without elements may have only shapes that follow from them, as `x[mask]`
+    has: its source tells."""
     size = request.layout.size(*FEATURE_AXES)
     others = (*roles.chains, *roles.embeddings, *roles.heads, *roles.uneven)
     if size == 1 or others or any(each.cuts for each in roles.experts):
@@ -32,7 +41,7 @@ def with_lone_linears(request: PlanRequest, roles: Roles) -> Roles:
     record = record_forward(request)
     if record is None:
         return replace(roles, notes=(*roles.notes, NO_SAMPLE))
-    if not record.ended:
+    if not record.ended and chosen_modules(request.model):
         return roles
     found = free_modules(request.model, roles, request.roles or {}, _is_plain)
     lone = (_lone(name, module, size) for name, module in found.items())

@@ -60,6 +60,7 @@ from .pipeline_checks import (
 from .plan_request import PlanRequest
 from .recomputed_modules import recomputed_modules
 from .sample_dims import dropped_shapes
+from .sample_loops import traced_sample
 from .sample_pairs import outputs_of_pairs
 from .sequence_checks import check_shared_sequence
 from .strategies import StepsRequest, allowed_options, axis_table, registry
@@ -260,7 +261,7 @@ def _plan_checked(request: PlanRequest) -> Plan:
             request.pipeline,
             blocks,
             request.inputs,
-            request.sample,
+            traced_sample(request),
             counted,
             whole,
             request.loss,

@@ -42,10 +42,22 @@ class PlanRequest:
     fsdp_units: str | int | tuple[str, ...] = BLOCKS
     records: list[Any] = field(default_factory=list, compare=False, repr=False)  # `record_forward`
 
+    @property
+    def samples(self) -> int:
+        """How many samples its sample has; 0: it has none."""
+        return len(next((t for t in (self.sample or {}).values() if t.ndim), ()))
+
+    def with_samples(self, number: int) -> PlanRequest:
+        """The request with so many samples, those of its own in turn."""
+
+        def rows(t: Tensor) -> Tensor:
+            return t[torch.arange(len(t) * number // self.samples) % len(t)] if t.ndim else t
+
+        return replace(self, sample={k: rows(t) for k, t in (self.sample or {}).items()})
+
     def with_twice_the_samples(self) -> PlanRequest:
         """The request with its sample two times over: what grows counts samples."""
-        twice = {k: torch.cat([t, t]) if t.ndim else t for k, t in (self.sample or {}).items()}
-        return replace(self, sample=twice)
+        return self.with_samples(2 * self.samples)
 
     def arguments(self) -> dict[str, Any]:
         """What the model's forward is called with for the sample."""

@@ -96,7 +96,7 @@ class ForwardPath:
                     "the forward never calls it",
                     nearest(point, [n for n in calls if n]),
                 )
-            if len(calls[name]) > 1:
+            if len(calls[name]) > 1 and not self.graph.parts_weights(calls[name][0]):
                 lines = ", ".join(dict.fromkeys(self.graph.events[i].line for i in calls[name]))
                 raise UnsupportedModel(
                     "pipeline.cut",

@@ -61,7 +61,7 @@ def make_stages(
         pipeline: How the model is cut, and which schedule runs the stages.
         blocks: The model's repeated blocks, which are preferred as cuts.
         inputs: The entries that the model is called with; None for those that its forward names.
-        sample: A batch of two samples, along which the forward is traced.
+        sample: A batch of two or more samples, along which the forward is traced.
         counted: Modules that count their own dropout masks, as blocks do.
         units: Modules that a cut is to leave whole.
         loss: (output, batch) -> (sum, weight), of the sample too; None: not known.
@@ -233,11 +233,13 @@ def check_split_points(where: str | Sequence[str], stages: int, who: str) -> Non
 
 
 def _has_work_before(recorded: ForwardGraph, atoms: Sequence[SplitPoint]) -> bool:
-    """Whether the forward computes with weights before the first of these modules is called."""
+    """Whether the forward computes something of its inputs with weights before the first of these
+    modules is called."""
     if not atoms:
         return False
     first = next(i for i in recorded.calls() if recorded.events[i].name == atoms[0].module)
-    return any(event.weights and not event.call for event in recorded.events[:first])
+    before = (event for event in recorded.events[:first] if not event.call)
+    return any(event.weights and event.reads for event in before)
 
 
 def _points(

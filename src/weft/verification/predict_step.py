@@ -126,12 +126,17 @@ def _is_fixed_call(
 def _is_joined(
     plan: Plan, crossing: BoundaryShape, whole: Sequence[CallShapes], mine: Sequence[CallShapes]
 ) -> bool:
-    """Whether dim 0 of what leaves has all samples with something else: of this rank's samples it
-    is as much shorter as these are fewer."""
+    """Whether a dim of what leaves counts samples: the first, with something else, as in [samples *
+    patches, positions, features]; or a later one by itself, as in [layers, samples, queries,
+    features]. Of this rank's samples it is as much shorter as these are fewer."""
     if crossing.batched or not mine:
         return False
     (_, left), (_, here) = whole[0], mine[0]
-    return len(left) > 1 and here[0] * crossing.samples == left[0] * plan.microbatch
+    if len(left) < 2 or len(here) != len(left):
+        return False
+    fewer = [here[dim] * crossing.samples == n * plan.microbatch for dim, n in enumerate(left)]
+    apart = [dim for dim, n in enumerate(left[:-1]) if n != here[dim]]  # features may be divided
+    return fewer[0] or (plan.sequence_size == 1 and len(apart) == 1 and fewer[apart[0]])
 
 
 def _sequence_inputs(

@@ -110,6 +110,12 @@ class ForwardGraph:
     def calls(self) -> list[int]:
         return [i for i, event in enumerate(self.events) if event.call]
 
+    def parts_weights(self, start: int) -> bool:
+        """Whether no weight is used both before this event and from it on."""
+        before, after = self.events[:start], self.events[start:]
+        used = {name for event in before if not event.call for name in event.weights}
+        return used.isdisjoint(n for event in after if not event.call for n in event.weights)
+
 
 def containers_of(model: nn.Module) -> frozenset[str]:
     """Modules that are a Sequential or own a list."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -27,12 +28,19 @@ def split_points(
 ) -> list[SplitPoint]:
     """The parts of a model between which a split is sensible, in order of execution. Blocks and
     units are not divided; modules that contain blocks, Sequentials and modules with a list are. The
-    first part begins with the forward."""
-    counts: dict[str, int] = {}
+    first part begins with the forward. One begins with a module that is called several times, as
+    the head of two views, if it uses no weight of those before."""
+    counts, earliest = Counter[str](), dict[str, int]()
     for index in graph.calls():
-        counts[graph.events[index].name] = counts.get(graph.events[index].name, 0) + 1
+        counts[graph.events[index].name] += 1
+        earliest.setdefault(graph.events[index].name, index)
+    repeated = {n for n, place in earliest.items() if counts[n] > 1 and graph.parts_weights(place)}
+    found = _descend(graph, 0, set(blocks), {*units, *repeated})
+    once = {name for name, number in counts.items() if number == 1}
     starts = [
-        i for i in _descend(graph, 0, set(blocks), set(units)) if counts[graph.events[i].name] == 1
+        i
+        for i in found
+        if graph.events[i].name in once | repeated and earliest[graph.events[i].name] == i
     ]
     order = {index: place for place, index in enumerate(graph.calls())}
     atoms, seen = [], set[str]()
