@@ -46,10 +46,7 @@ def hostname() -> Finding:
 def judge_hostname(name: str, found: list[str]) -> Finding:
     """The name, and the addresses that it stands for."""
     facts = {"hostname": name, "addresses": found}
-    advice = (
-        "weft tells gloo the interface where hosts meet; under torchrun or srun set"
-        " GLOO_SOCKET_IFNAME"
-    )
+    advice = "weft tells gloo the interface where hosts meet, under torchrun and srun too"
     if not found:
         return Finding("hostname", "note", f"{name} resolves to no address", advice, facts)
     shown = f"{name} is {', '.join(found)}"
