@@ -258,7 +258,6 @@ ADVICE: dict[str, Advice] = {
     ),
     # pp
     "siamese": Advice(NET["siamese"], "pp2", "Use dp or fsdp", on("dp2", "fsdp2")),
-    "skip-gram": Advice(NET["skip-gram"], "pp2", "Use dp or fsdp", on("dp2", "fsdp2")),
     "byol": Advice(
         NET["byol"], "pp2", "change it outside", {"pp2": built_by(advised.UpdatedOutside)}
     ),
