@@ -209,9 +209,9 @@ def test_recomputed_layout_equals_one_device(pool: Any, recompute: str | int, la
     assert result.passed, result
 
 
-def test_a_model_without_linears_to_pair_is_refused() -> None:
+def test_a_model_whose_features_tp_does_not_divide_is_refused() -> None:
     with pytest.raises(UnsupportedModel, match="finds no attention"):
-        laid(SUBJECTS["convnet"], seeded(SUBJECTS["convnet"].build), "tp2")
+        laid(SUBJECTS["convnet"], seeded(SUBJECTS["convnet"].build), "tp7")
 
 
 def test_sequence_is_refused_where_a_block_counts_positions_itself() -> None:
