@@ -85,6 +85,11 @@ def test_ranks_that_divide_nothing_are_refused(size: int) -> None:
         weft.plan(CONVOLUTIONS, f"tp{size}", batch=BATCH, sample=sample)
 
 
+def test_a_model_that_is_one_layer_is_refused() -> None:
+    with pytest.raises(Refusal, match="finds no attention"):
+        weft.plan(nn.Linear(8, 4), "tp2", batch=BATCH, sample={"input": torch.randn(BATCH, 8)})
+
+
 def test_none_is_cut_without_a_sample() -> None:
     with pytest.raises(Refusal, match=r"finds no attention.* got no `sample`"):
         weft.plan(CONVOLUTIONS, "tp2", batch=BATCH)

@@ -44,7 +44,8 @@ def with_lone_linears(request: PlanRequest, roles: Roles) -> Roles:
     if not record.ended and chosen_modules(request.model):
         return roles
     found = free_modules(request.model, roles, request.roles or {}, _is_plain)
-    lone = (_lone(name, module, size) for name, module in found.items())
+    # a model that is one layer by itself has no name to shard it by
+    lone = (_lone(name, module, size) for name, module in found.items() if name)
     return without_weights_read_elsewhere(
         request, replace(roles, lone=tuple(each for each in lone if each is not None))
     )
