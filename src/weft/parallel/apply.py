@@ -361,7 +361,7 @@ def _leave(
 
 
 def _total(step: Step) -> int | None:
-    """Length of an output dim that is cut by the vocabulary, whose shards may differ."""
+    """Length of an output's last dim, if ranks divide it: the shards of a vocabulary may differ."""
     if step.output is None or Shard(-1) not in step.output.inside.values():
         return None
     return next(sum(p.cut.parts) for p in step.params if p.cut is not None)

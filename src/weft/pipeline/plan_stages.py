@@ -61,7 +61,7 @@ def make_stages(
         pipeline: How the model is cut, and which schedule runs the stages.
         blocks: The model's repeated blocks, which are preferred as cuts.
         inputs: The entries that the model is called with; None for those that its forward names.
-        sample: A batch of two or more samples, along which the forward is traced.
+        sample: A batch, along which the forward is traced.
         counted: Modules that count their own dropout masks, as blocks do.
         units: Modules that a cut is to leave whole.
         loss: (output, batch) -> (sum, weight), of the sample too; None: not known.
