@@ -70,6 +70,23 @@ def test_a_chinese_page_links_to_chinese_pages(page: Path) -> None:
     assert not [file for file in files if file in chinese and file != ENGLISH[page]]
 
 
+def unmarked(text: str) -> list[str]:
+    """Lines that link to the reference, which is in English, without saying so."""
+    lines = FENCE.sub("", text).splitlines()
+    return [line for line in lines if re.search(r"\]\(\S*reference/", line) and "英文" not in line]
+
+
+@pytest.mark.parametrize("page", ENGLISH, ids=name_of)
+def test_links_to_english_pages_are_marked(page: Path) -> None:
+    assert not unmarked(read(page))
+
+
+def test_an_unmarked_link_is_seen() -> None:
+    assert unmarked("见[参考](reference/api.md)。") and not unmarked(
+        "[参考](reference/a.md)（英文）"
+    )
+
+
 def test_a_stale_translation_is_seen() -> None:
     page, english = ENGLISH.popitem()
     ENGLISH[page] = english
