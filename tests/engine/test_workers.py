@@ -7,6 +7,7 @@ import faulthandler
 import os
 import signal
 import subprocess
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -59,10 +60,19 @@ def in_processes(
 
 
 def in_time(function: Callable[..., Any], *args: Any) -> Any:
-    faulthandler.dump_traceback_later(100, exit=True)
-    found = function(*args)
-    faulthandler.cancel_dump_traceback_later()
-    return found
+    # No faulthandler.dump_traceback_later: pytest has set it, and a fork would wait for its thread.
+    alarm = threading.Timer(100, end_with_stacks)
+    alarm.daemon = True
+    alarm.start()
+    try:
+        return function(*args)
+    finally:
+        alarm.cancel()
+
+
+def end_with_stacks() -> None:
+    faulthandler.dump_traceback()
+    os._exit(1)
 
 
 # ---- what travels, and what comes of it ----------------------------------------------------------
