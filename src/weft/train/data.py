@@ -481,7 +481,8 @@ def collate(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         >>> collate([{"x": torch.zeros(3)}, {"x": torch.ones(3)}])["x"].shape
         torch.Size([2, 3])
     """
-    first, fix = samples[0], "give every sample the same keys, each a tensor of one shape"
+    first = samples[0]
+    fix = "give every sample the same keys and shapes, or name a function that pads in data.collate"
     for sample in samples:
         if not isinstance(sample, Mapping):
             problem = f"is of type {type(sample).__name__}, and others are dicts of tensors"
