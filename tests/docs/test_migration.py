@@ -52,7 +52,7 @@ def test_both_loops_compute_the_same() -> None:
 
 
 def test_the_run_file_of_the_page_is_one(tmp_path: Path) -> None:
-    (text,) = blocks("from_trainer.md", "toml")
+    text, deepspeed = blocks("from_trainer.md", "toml")
     file = tmp_path / "run.toml"
     file.write_text(text, encoding="utf-8")
     run = load_run(file)
@@ -60,6 +60,13 @@ def test_the_run_file_of_the_page_is_one(tmp_path: Path) -> None:
         "fsdp8",
         64,
         1e-5,
+    )
+    file.write_text(f'[model]\nhf = "a"\n\n[data]\nhf = "b"\n\n{deepspeed}', encoding="utf-8")
+    run = load_run(file)
+    assert (str(run.layout.axes), run.train.accumulate, run.precision.compute) == (
+        "fsdp8+zero2+offload",
+        4,
+        "bf16",
     )
 
 
