@@ -15,6 +15,7 @@ refresh = load_script("refresh")
 # Read first: what starts ranks or simulates large clusters runs on these pages always, on all with
 # --pages.
 FIRST = ("README.md", "docs/start.md", "docs/tutorial.md")
+PART = 30  # commands and files of a page that are one test, where only the quick ones run
 # to draw a profile takes the run before it
 QUICK = r"^weft (plan|draw(?! --profile)|launch slurm|launch kubernetes) |^python \w+_\d+\.py"
 ALL = sorted({ROOT / "README.md", *(ROOT / "docs").rglob("*.md")})
@@ -25,16 +26,19 @@ def commands(page: Path) -> list[Any]:
     return [item for item in refresh.read(page) if isinstance(item, refresh.Command)]
 
 
-def faults(page: Path, folder: Path, quick: bool = False) -> list[str]:
+def faults(page: Path, folder: Path, part: int | None = None) -> list[str]:
     """Commands of a page that do not end as it says, or print something else than it shows.
-    `quick`: of those that take seconds."""
+    `part`: which `PART` of it, and only of those that take seconds."""
     found = []
     refresh.prepare(folder)
     lines = page.read_text(encoding="utf-8").splitlines()
-    for item in refresh.read(page):
+    quick = part is not None
+    for index, item in enumerate(refresh.read(page)):
         if isinstance(item, refresh.NamedFile):
             (folder / item.name).parent.mkdir(parents=True, exist_ok=True)
             (folder / item.name).write_text(item.text, encoding="utf-8")
+            continue
+        if quick and index // PART != part:
             continue
         if item.listed(refresh.NOT_RUN) or (quick and not refresh.re.search(QUICK, item.text)):
             found += [f"{item.text}: {fault}" for fault in misunderstood(item.text)]
@@ -73,14 +77,26 @@ def misunderstood(text: str) -> list[str]:
     return []
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A long page is several tests where its commands do not depend on those before them."""
+    if "part" not in metafunc.fixturenames:
+        return
+    cases: list[tuple[Path, int | None]] = []
+    for page in PAGES:
+        count = len(refresh.read(page)) if commands(page) else 0
+        whole = name_of(page) in FIRST or metafunc.config.getoption("--pages")
+        parts = range(0, count, PART)
+        cases += [(page, None)] if whole and count else [(page, at // PART) for at in parts]
+    names = [name_of(page) + (f"-{part}" if part else "") for page, part in cases]
+    metafunc.parametrize(("page", "part"), cases, ids=names)
+
+
 @pytest.mark.slow  # test_docs.py holds options and paths
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=name_of)
 def test_commands_run_and_print_what_the_page_shows(
-    page: Path, tmp_path: Path, request: pytest.FixtureRequest
+    page: Path, part: int | None, tmp_path: Path
 ) -> None:
-    quick = name_of(page) not in FIRST and not request.config.getoption("--pages")
-    assert not faults(page, tmp_path, quick)
+    assert not faults(page, tmp_path, part)
 
 
 def test_what_does_not_run_is_seen(tmp_path: Path) -> None:
