@@ -22,7 +22,7 @@ from weft.train import Dataset, check_sizes, on_own_layout, plan_without_weights
 from .query_from_run import run_with_layout
 from .ranking import RankedLayout
 
-DEEP = 16  # repeated blocks from which on a pipeline is tried on fewer
+DEEP = 16  # repeated blocks from which on a layout is tried on fewer
 LOADED = 10**9  # parameters at most of a model that is built to be asked about
 KEPT = 2  # at each end of a row of equal blocks, which are cut alike
 
@@ -68,7 +68,9 @@ class FeasibilityChecker:
 
     def _refusal(self, row: RankedLayout) -> Refusal | None:
         there = run_with_row(self.run, row)
-        if row.schedule and self._short is not self.bare:
+        if not row.schedule:
+            return self._check_both(there)
+        if self._short is not self.bare:
             layout = Layout.parse(row.layout)
             two = Layout(
                 tuple((a, 2 if a == STAGE_AXIS else n) for a, n in layout.sizes), layout.options
@@ -80,6 +82,12 @@ class FeasibilityChecker:
             if self._check_run(fewer, self._short) is None:
                 return None
         return self._check_run(there, self.bare)
+
+    def _check_both(self, run: RunConfig) -> Refusal | None:
+        """Of a run without stages: first with fewer blocks, which takes less time."""
+        if self._short is not self.bare and self._check_run(run, self._short) is None:
+            return None
+        return self._check_run(run, self.bare)
 
     @cached_property
     def _short(self) -> nn.Module:
@@ -94,9 +102,7 @@ class FeasibilityChecker:
         train = self.run.train.model_copy(
             update={"batch": layout.world * self.run.train.batch, "accumulate": 1}
         )
-        return self._check_run(
-            on_own_layout(self.run.model_copy(update={"train": train}), layout), self.bare
-        )
+        return self._check_both(on_own_layout(self.run.model_copy(update={"train": train}), layout))
 
     def _check_run(self, run: RunConfig, model: nn.Module) -> Refusal | None:
         """A pipeline of a model that would have to be loaded, and is large, is asked about without
