@@ -56,7 +56,7 @@ class WithReference(nn.Module):
 
 def log_prob(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
     """The sum over the answer's tokens, whose labels [b, s] are not -100; labels are shifted."""
-    logits = model(input_ids=tokens).logits
+    logits = model(input_ids=tokens, use_cache=False).logits
     each = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=-100)
     return -each.sum(dim=1)
 

@@ -149,7 +149,7 @@ def plain_dpo(policy: Any, pairs: list[dict[str, str]], small: Namespace) -> lis
 
 
 @pytest.mark.grid(1)
-@pytest.mark.parametrize("layout", ["dp2", "fsdp2", "tp2"])
+@pytest.mark.parametrize("layout", ["dp2", "fsdp2", "tp2", "pp2"])
 def test_dpo_is_that_of_the_paper(
     layout: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -165,15 +165,6 @@ def test_dpo_is_that_of_the_paper(
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     for name, weight in saved.state_dict().items():
         assert torch.allclose(weight, policy.state_dict()[name].to(weight.dtype), atol=1e-6), name
-
-
-def test_dpo_in_a_pipeline_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its modules are called for both answers."""
-    dpo = load("dpo")
-    small = small_pairs(dpo, monkeypatch, tmp_path)
-    small.layout = "pp2"
-    with pytest.raises(UnsupportedModel, match="modules at which a stage can begin"):
-        weft.launch(dpo.train, small, layout="pp2")
 
 
 # ---- distillation --------------------------------------------------------------------------------
