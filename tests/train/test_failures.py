@@ -154,7 +154,7 @@ def test_a_run_saves_when_its_terminal_closes(tmp_path: Path) -> None:
             with suppress(BlockingIOError):  # or it is full, and the run waits
                 os.read(terminal, 1 << 16)
         os.close(terminal)
-        assert process.wait(60) == 75
+        assert process.wait(150) == 75
     finally:
         process.kill()
         process.wait(10)
