@@ -13,7 +13,7 @@
       "your").split(" "),
   );
   const CHINESE =
-    /为什么|是什么|什么是|什么|怎么办|怎么|怎样|如何|多少|哪里|哪个|哪种|是不是|是否|区别|可以|需要|应该|能不能|[的了吗呢]/gu;
+    /为什么|是什么意思|什么意思|是什么|什么是|什么|怎么办|怎么|怎样|如何|多少|哪里|哪个|哪种|是不是|是否|区别|可以|需要|应该|能不能|[的了吗呢]/gu;
 
   const segmenter = window.Intl?.Segmenter && new Intl.Segmenter("zh", { granularity: "word" });
   const withWords = (run) =>
