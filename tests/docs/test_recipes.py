@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor
 
 import weft
-from weft.core import DataError, UnsupportedModel
+from weft.core import DataError
 from weft.data import Loader, named_samples
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
