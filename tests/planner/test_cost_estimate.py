@@ -266,6 +266,12 @@ def test_experts_over_ranks_that_share_a_sequence_travel() -> None:
     assert found == pytest.approx([found[0]] * 4) and found[0] > 0
 
 
+def test_experts_over_distant_ranks_travel_longer() -> None:
+    """Of eight nodes: within each, and one rank of each."""
+    near, far = (one(layout, dims=EXPERTS)["ep exposed"] for layout in ("dp8.ep8", "ep8.dp8"))
+    assert far > 2 * near
+
+
 def test_fsdp_gathers_in_every_microbatch_and_zero1_once() -> None:
     def sent(layout: str, m: int) -> float:
         return float(priced(laid(layout, batch=64 * m, accumulate=m)).traffic["fsdp"][0])

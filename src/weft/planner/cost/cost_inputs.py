@@ -11,6 +11,7 @@ import numpy as np
 
 from weft.parallel import (
     DATA_AXES,
+    EXPERT_AXES,
     TOKEN_AXES,
 )
 
@@ -73,13 +74,16 @@ class CostInputs:
         return np.where(many > 1, routed / few + plain / many, routed + plain)
 
     def expert_group(self) -> RankGroup:
-        """The ranks over which experts are spread: of all that have other tokens, those nearest."""
+        """The ranks over which experts are spread: those of their own axis; with others, of all
+        that have other tokens, the nearest."""
         c, net = self.choices, self.network
         everyone = choose_group(
             c.experts <= c.size(*DATA_AXES), net.group(c, *DATA_AXES), net.group(c, *TOKEN_AXES)
         )
         size = np.maximum(c.experts, 1).astype(float)
-        return RankGroup(size, tuple(np.minimum(size, inside) for inside in everyone.inside))
+        near = RankGroup(size, tuple(np.minimum(size, inside) for inside in everyone.inside))
+        own = net.group(c, *EXPERT_AXES)
+        return choose_group(c.experts <= own.size, own, near)
 
     def sent_over(self, axes: Sequence[str], nbytes: Array) -> None:
         """Over several axes together: the first one's."""
