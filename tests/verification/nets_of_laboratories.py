@@ -354,8 +354,7 @@ class AutoCorrelation(nn.Module):
         return delays_agg
 
     def forward(self, queries, keys, values):
-        B, L, H, E = queries.shape
-        _, S, _, D = values.shape
+        L, S = queries.shape[1], values.shape[1]
         if L > S:
             zeros = torch.zeros_like(queries[:, : (L - S), :]).float()
             values = torch.cat([values, zeros], dim=1)
@@ -2384,14 +2383,16 @@ def evidence(out, batch):
     return (kl[:, None] - log_p).mean(1).sum(), count(len(kl))
 
 
+# their samples meet in training: one chooses its delays by the mean of the batch, the other makes a
+# batch norm in its forward
+AUTOFORMER = Subject(Autoformer, loads, forecast_error, plan=())
+DIFF_POOL = Subject(SoftPoolingGcnEncoder, graphs, pool_loss, plan=())
 LABORATORIES: dict[str, Subject] = {
     "unet-plus-plus": Subject(NestedUNet, cells, bce_dice),
     "burgers": Subject(BurgersPINN, shocks, physics),
     "deep-interest": Subject(DeepInterestNetwork, histories, click),
-    "autoformer": Subject(Autoformer, loads, forecast_error),
     "impala": Subject(AtariNet, rollouts, vtrace_loss),
     "rainbow": Subject(Rainbow, replays, weighted),
-    "diff-pool": Subject(SoftPoolingGcnEncoder, graphs, pool_loss),
     "vector-perceptrons": Subject(GVPModel, proteins, regression),
     "meta-sgd": Subject(MetaSGD, sinusoids, forecast_error),
     "audio-codec": Subject(DAC, waveforms, codec_loss),

@@ -14,6 +14,7 @@ from tests.verification.nets_of_architectures import ARCHITECTURES
 from tests.verification.nets_of_edges import EDGES
 from tests.verification.nets_of_families import FAMILIES
 from tests.verification.nets_of_github import GITHUB, NYSTROM
+from tests.verification.nets_of_laboratories import AUTOFORMER, DIFF_POOL, LABORATORIES
 from tests.verification.nets_of_layers_in_parts import LAYERS_IN_PARTS
 from tests.verification.nets_of_papers import PAPERS
 from tests.verification.nets_of_practice import PRACTICE, SAINT_NET, TIMES_NET
@@ -28,7 +29,7 @@ from weft.verification.compare import check_layout
 from weft.verification.mixing import mixed_samples
 
 NETS = FIRST | PAPERS | QUIRKS | FAMILIES | TUTORIALS | REPOSITORIES | ARCHITECTURES | EDGES | WEB
-NETS |= LAYERS_IN_PARTS | PUBLIC_CODE | GITHUB | PRACTICE | VISITORS
+NETS |= LAYERS_IN_PARTS | PUBLIC_CODE | GITHUB | PRACTICE | VISITORS | LABORATORIES
 LAYOUTS = ("dp2", "fsdp2", "tp2", "pp2", "dp2.tp2")
 TP = ("tp2", "dp2.tp2")
 SAMPLES = ("dp2", "fsdp2", "dp2.tp2")  # ranks have other samples
@@ -126,6 +127,9 @@ def test_equal_or_refused(pool: Any, name: str, layout: str) -> None:
         pytest.param(NYSTROM, "layers.0.0.fn.to_out", id="nystrom"),  # by a small amount
         pytest.param(TIMES_NET, "model.0", id="times-net"),
         pytest.param(SAINT_NET, "layers.0.4.W_out", id="saint"),
+        pytest.param(DIFF_POOL, "conv_block.0", id="diff-pool"),
+        # in training alone
+        pytest.param(AUTOFORMER, "encoder.0.attention.inner_correlation", id="autoformer"),
     ],
 )
 def test_a_mixing_of_samples_is_refused(net: Subject, module: str) -> None:
@@ -135,7 +139,13 @@ def test_a_mixing_of_samples_is_refused(net: Subject, module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("net", "layout"), [(TIMES_NET, "pp2"), (SAINT_NET, "tp2")], ids=["times-net", "saint"]
+    ("net", "layout"),
+    [
+        pytest.param(TIMES_NET, "pp2", id="times-net"),
+        pytest.param(SAINT_NET, "tp2", id="saint"),
+        pytest.param(AUTOFORMER, "tp2", id="autoformer"),
+        pytest.param(DIFF_POOL, "pp2", id="diff-pool"),
+    ],
 )
 def test_samples_mix_where_nothing_divides_them(pool: Any, net: Subject, layout: str) -> None:
     found = pool.run(check_layout, net.case(), layout, reference(net), world=2, timeout=60)[0]

@@ -28,7 +28,10 @@ from .forward_path import ForwardPath
 
 
 def split_stages(
-    graph: ForwardGraph, points: Sequence[str], blocks: Collection[str] = ()
+    graph: ForwardGraph,
+    points: Sequence[str],
+    blocks: Collection[str] = (),
+    early: Collection[str] = (),
 ) -> Staging:
     """The stages of a model, and what crosses between them.
 
@@ -37,11 +40,12 @@ def split_stages(
         points: The modules with whose calls the second and later stages begin, by name, in the
             order in which they run.
         blocks: Modules that count their own dropout masks.
+        early: Those of the points whose stages begin with the functions before the call.
 
     Raises:
         UnsupportedModel: The model cannot be split there; names the line of its code.
     """
-    return _StageSplitter(ForwardPath(graph, points)).staging(blocks)
+    return _StageSplitter(ForwardPath(graph, points, early)).staging(blocks)
 
 
 class _StageSplitter:
