@@ -53,10 +53,10 @@ def test_a_cut_that_is_refused_is_moved() -> None:
 
 
 def test_a_cut_that_is_named_is_not_moved() -> None:
-    with pytest.raises(UnsupportedModel, match="pipeline.cut = 'layers.3': .* into Python"):
+    with pytest.raises(UnsupportedModel, match=r"pipeline.cut = 'layers.3': .* into Python"):
         staged(Looks(2), ("layers.3",))
 
 
 def test_where_every_cut_is_refused_the_first_says_why() -> None:
-    with pytest.raises(UnsupportedModel, match="pipeline.cut = 'layers.2': .* into Python"):
+    with pytest.raises(UnsupportedModel, match=r"pipeline.cut = 'layers.2': .* into Python"):
         staged(Looks(*range(6)), ranks=3)

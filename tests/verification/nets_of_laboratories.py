@@ -580,9 +580,9 @@ class AtariNet(nn.Module):
             core_state = self.initial_state(B, x)
             core_output_list = []
             notdone = (~done.t()).to(x)
-            for input, nd in zip(core_input.unbind(), notdone.unbind(), strict=True):
-                nd = nd.view(1, -1, 1)
-                core_state = tuple(nd * s for s in core_state)
+            for input, going in zip(core_input.unbind(), notdone.unbind(), strict=True):
+                going = going.view(1, -1, 1)
+                core_state = tuple(going * s for s in core_state)
                 output, core_state = self.core(input.unsqueeze(0), core_state)
                 core_output_list.append(output)
             core_output = torch.flatten(torch.cat(core_output_list), 0, 1)

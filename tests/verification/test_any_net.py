@@ -40,6 +40,7 @@ NOTHING_TO_CUT = (  # weights in no linear or convolution, or that something els
     "bayes",
     "dino",
     "flow-matching",
+    "audio-codec",
 )
 REFUSED: dict[tuple[str, str], str] = {
     **{(name, at): "finds no attention" for name in NOTHING_TO_CUT for at in TP},
@@ -59,7 +60,7 @@ REFUSED: dict[tuple[str, str], str] = {
         for kind in ("lstm", "gru")
         for at in LAYOUTS
     },
-    ("siamese", "pp2"): "the model has only 1 modules",
+    ("siamese", "pp2"): "the model has only one module at which",
     ("pixel-cnn", "fsdp2"): "net.0.weight is changed by the model's forward, and fsdp",
     ("byol", "fsdp2"): "target.0.weight is changed by the model's forward, and fsdp",
     ("byol", "pp2"): "is changed by the forward, and stages 0 and 1 use it",
@@ -67,7 +68,14 @@ REFUSED: dict[tuple[str, str], str] = {
     ("glow", "dp2"): "flows.0.initialized is changed by the model's forward, as",
     ("glow", "dp2.tp2"): "flows.0.initialized is changed by the model's forward, as",
     ("root-experts", "pp2"): "into Python: `if rows.any",
-    **{("hamiltonian", at): "computes gradients through modules that are sharded" for at in TP},
+    **{
+        (name, at): "computes gradients through modules that are sharded"
+        for name in ("hamiltonian", "burgers", "meta-sgd")
+        for at in TP
+    },
+    ("burgers", "pp2"): "the model has only one module at which",
+    ("meta-sgd", "pp2"): "the model has only one module at which",
+    ("rainbow", "pp2"): "the forward of another microbatch has changed in place since",
     ("hamiltonian", "pp2"): "made by something that is no PyTorch function",
     ("stochastic-depth", "pp2"): "into Python",
     **{("lazy", at): "no shape before the first forward" for at in LAYOUTS},
@@ -75,7 +83,7 @@ REFUSED: dict[tuple[str, str], str] = {
     **{("frozen", at): "none of its parameters is trainable" for at in LAYOUTS},
     ("old-registers", "pp2"): "it runs inside torch.utils.checkpoint",
     ("checkpointed-conv", "pp2"): "backward changes it again, and a pipeline runs backward",
-    ("transformer-xl", "pp2"): "the model has only 1 modules",
+    ("transformer-xl", "pp2"): "the model has only one module at which",
     ("task-hyper", "pp2"): "is another stage.s, and .* does not run without it",
     ("reversible", "pp2"): "it runs inside ReversibleFunction, called at",
     ("swish", "pp2"): "made by something that is no PyTorch function",
@@ -87,8 +95,8 @@ REFUSED: dict[tuple[str, str], str] = {
     **{("sparse-graph", at): "is a sparse tensor" for at in LAYOUTS},
     **{("tabnet", at): "normalizes the 8 samples .* Set it to 2" for at in SAMPLES},
     ("tree-lstm", "pp2"): "the forward took another path",
-    ("nerf", "pp2"): "the model has only 1 modules",
-    ("spiking", "pp2"): "the model has only 1 modules",
+    ("nerf", "pp2"): "the model has only one module at which",
+    ("spiking", "pp2"): "the model has only one module at which",
     ("deep-speech", "pp2"): "its shape, asked for at .*, follows from elements of another stage",
     **{("dino", at): "center is changed by the model's forward, and ranks" for at in SAMPLES[:2]},
     ("dino", "pp2"): "the weight teacher.* is changed by the forward, and stages 0 and 1 use it",
@@ -97,7 +105,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("sac", "pp2"): r"reads `normal = torch.distributions.Normal.* into Python",
     **{("schnet", at): r'Leave it whole: write "interactions' for at in TP},
     ("turing-machine", "fsdp2"): "heads.1 makes a tensor after its output, and heads.0 uses it",
-    ("turing-machine", "pp2"): "the model has only 1 modules",
+    ("turing-machine", "pp2"): "the model has only one module at which",
     **{("takes-dict", at): "is called with batch, and a sample holds x, target" for at in LAYOUTS},
 }
 
