@@ -356,6 +356,11 @@ class Renewed(nn.Module):
         self.noise = torch.randn(3)
 
 
+class Latent(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.distributions.Normal(x, 1.0).rsample()
+
+
 class Renewing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -370,6 +375,7 @@ class Renewing(nn.Module):
 
 def test_what_may_drop_is_told_from_the_model() -> None:
     assert may_drop(Renewing()) and not may_drop(Renewed())
+    assert may_drop(Latent())
     assert may_drop(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
     assert not may_drop(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)))
     assert may_drop(Functional())

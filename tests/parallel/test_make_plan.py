@@ -271,7 +271,7 @@ def test_a_guessed_chain_that_ranks_do_not_divide_is_left_whole_beside_others() 
     assert "softmax.tail.0.0.weight" in cut and "softmax.tail.1.0.weight" not in cut
     note = "softmax.tail.1.1 takes 5 features or heads, which tp2 does not divide: left whole"
     assert any(note in each for each in found.notes)
-    with pytest.raises(UnsupportedModel, match="softmax.tail.1.1 takes 5 features, which tp2"):
+    with pytest.raises(UnsupportedModel, match=r"softmax\.tail\.1\.1 takes 5 features, which tp2"):
         weft.plan(
             Adaptive(),
             "tp2",

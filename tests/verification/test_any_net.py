@@ -75,6 +75,7 @@ REFUSED: dict[tuple[str, str], str] = {
     },
     ("burgers", "pp2"): "the model has only one module at which",
     ("meta-sgd", "pp2"): "the model has only one module at which",
+    ("neural-process", "pp2"): "Give the distribution validate_args=False",
     ("rainbow", "pp2"): "the forward of another microbatch has changed in place since",
     ("hamiltonian", "pp2"): "made by something that is no PyTorch function",
     ("stochastic-depth", "pp2"): "into Python",

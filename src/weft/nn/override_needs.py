@@ -29,6 +29,8 @@ _RANDOM_NAMES = frozenset(
         *(function.__name__ for function in (*DRAWS, *DRAWS_INSIDE)),
         "Categorical",
         "randperm",
+        "rsample",  # of a distribution
+        "sample",
     ]
 )
 _ROUTING_NAMES = frozenset({"expert_shares", "balance_loss", "with_loss", "within_capacity"})

@@ -306,8 +306,9 @@ def _read_as_saved() -> Iterator[None]:
         raise UnsupportedModel(
             "model",
             "backward",
-            "it reads a tensor, such as a buffer, that the forward of another microbatch has changed"
-            " in place since: a pipeline runs forwards of several before the backward of the first",
+            "it reads a tensor, such as a buffer, that the forward of another microbatch has"
+            " changed in place since: a pipeline runs forwards of several before the backward of"
+            " the first",
             "give the module a new tensor in each forward instead, or set accumulate = 1",
         ) from problem
 
