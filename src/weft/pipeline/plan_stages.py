@@ -32,7 +32,7 @@ from .balance import partition
 from .capture.graph import ForwardGraph
 from .capture.split_points import SplitPoint, split_points
 from .capture.tracer import trace_forward
-from .split_model import split_stages
+from .split_model import ReadsValue, split_stages
 
 SPLIT_MEASURES = ("parameters", "flops", "time")
 PROFILES = 5  # forwards that are timed
@@ -124,7 +124,8 @@ def make_stages(
             return split_stages(recorded, points, whole, at_call), made
         except UnsupportedModel as problem:
             at = str(problem.value)
-            if not isinstance(where, str) or at not in points or len(refused) == TRIES:
+            named = not isinstance(where, str) or at not in points
+            if named or isinstance(problem, ReadsValue) or len(refused) == TRIES:
                 raise next(iter(at_call.values()), problem) from None
             if at in at_call:
                 refused.add(at)

@@ -48,6 +48,11 @@ def split_stages(
     return _StageSplitter(ForwardPath(graph, points, early)).staging(blocks)
 
 
+class ReadsValue(UnsupportedModel):
+    """A forward that reads an activation into Python. Wherever it is cut, another value of it may
+    take another path than the plan has."""
+
+
 class _StageSplitter:
     """Derives stages, and the values that cross between them, from a path."""
 
@@ -297,7 +302,7 @@ class _StageSplitter:
                 )
                 or "a weight"
             )
-            raise self.path.refusal(
+            problem = self.path.refusal(
                 stage + 1,
                 f"{event.line} reads {value} into Python: `{event.text}`, and every later stage"
                 " runs this line without that value",
@@ -305,6 +310,7 @@ class _StageSplitter:
                 if event.checks
                 else "read it inside of a module that is not cut, or cut before it is made",
             )
+            raise ReadsValue(problem.field, problem.value, problem.problem, problem.fix)
         if event.reshapes and not event.call:
             raise self.path.refusal(
                 stage + 1,
