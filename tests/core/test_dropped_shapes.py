@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import weft
 from weft.core import DroppedShapes
 
 
@@ -25,3 +28,26 @@ def test_dim_of_samples(
     known = DroppedShapes(written=frozenset([written]))
     assert known.dim_of_written(shape, samples) == dim
     assert known.is_written_unclear(shape, samples) == unclear
+
+
+class Noisy(nn.Module):
+    """Noise of weights, which all samples share, and a mask of its elements, as in Rainbow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn(8)
+        x = self.layer(x) * noise
+        low = x.floor().long()
+        low[(low > 0) & (low == x)] -= 1
+        return x + low
+
+
+def test_a_mask_of_elements_hides_no_shape() -> None:
+    """Two samples divide 8, so the shape alone does not say that they share it."""
+    sample = {"x": torch.randn(2, 8)}
+    plan = weft.plan(Noisy(), "dp2", batch=8, sample=sample)
+    assert plan.dropped.written == {(8,)}
+    assert not plan.dropped.is_written_unclear((8,), 2)

@@ -79,7 +79,22 @@ class UncountedNet(RowsNet):
         self.norm.num_batches_tracked = None
 
 
+class ListedNet(RowsNet):
+    """Its norms stand in a list of their own, where each is a unit of sharding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inners = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        for inner, norm in zip(self.inners, self.norms, strict=True):
+            x = norm(inner(x).transpose(1, 2)).relu().transpose(1, 2)
+        return super().forward(x, lengths)
+
+
 NETS = {
+    "listed": ListedNet,
     "uncounted": UncountedNet,
     "rows": RowsNet,
     "momentary": MomentaryNet,

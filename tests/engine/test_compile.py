@@ -343,7 +343,39 @@ class Probability(nn.Module):
         self.resid_dropout = p
 
 
+class Renewed(nn.Module):
+    """Its noise is drawn by a method that another module calls."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.noise
+
+    def renew(self) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        self.noise = torch.randn(3)
+
+
+class Latent(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.distributions.Normal(x, 1.0).rsample()
+
+
+class Renewing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Renewed()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            layer.renew()
+            x = layer(x)
+        return x
+
+
 def test_what_may_drop_is_told_from_the_model() -> None:
+    assert may_drop(Renewing()) and not may_drop(Renewed())
+    assert may_drop(Latent())
     assert may_drop(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)))
     assert not may_drop(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)))
     assert may_drop(Functional())

@@ -74,6 +74,26 @@ class Centred(nn.Module):
         return self.last(x - x.mean(0))
 
 
+class CentredInTraining(Centred):
+    """Autoformer chooses its delays by the mean of the batch, and in evaluation for each sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return self.last(x - x.mean(0) if self.training else x)
+
+
+class Iterating(nn.Module):
+    """A forward in training moves a buffer a step on, from which its weights follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.spectral_norm(nn.Linear(12, DIM))
+        self.last = nn.Linear(DIM, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x))
+
+
 class Shared(Centred):
     """Adds very little of what the batch has in common."""
 
@@ -282,6 +302,13 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict], Any, type, 
         r"the output of blocks\.0\.self_attn .* Give blocks\.0\.self_attn batch_first=True",
     ),
     "centred": (Centred, features, mse, UnsupportedModel, "the output of last .* compute each|C"),
+    "in-training": (
+        CentredInTraining,
+        features,
+        mse,
+        UnsupportedModel,
+        "the output of last .* Compute each",
+    ),
     "a-little": (Shared, features, mse, UnsupportedModel, "the output of last .* Compute"),
     "converging": (Converging, features, mse, UnsupportedModel, "the output of last .* Compute"),
     "record": (
@@ -317,6 +344,7 @@ SOUND: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict], Any]] = {
     "batchnorm": (partial(convnet, 8, 5), images, classification),
     "batch-statistics": (BatchStatistics, features, mse),
     "noisy": (Noisy, features, mse),
+    "spectral-norm": (Iterating, features, mse),
     "rounded": (Rounded, features, mse),
     "unused": (WithUnused, features, of_logits),
     "mean-and-one": (Straight, features, mean_and_one),

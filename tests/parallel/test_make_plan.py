@@ -249,6 +249,38 @@ def test_heads_whose_logits_the_loss_makes() -> None:
         heads("dp2", logits="few")
 
 
+class Adaptive(nn.Module):
+    """An adaptive softmax: its tails are chains of 5 and of 4 features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, 10)
+        self.softmax = nn.AdaptiveLogSoftmaxWithLoss(20, 40, cutoffs=[10, 24], div_value=2.0)
+        self.up = nn.Linear(10, 20)
+
+    def forward(self, input_ids: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(self.embedding(input_ids)).flatten(0, 1)
+        return self.softmax(hidden, target.flatten()).output
+
+
+def test_a_guessed_chain_that_ranks_do_not_divide_is_left_whole_beside_others() -> None:
+    ids = torch.arange(16).view(2, 8)
+    sample = {"input_ids": ids, "target": ids}
+    found = weft.plan(Adaptive(), "tp2", batch=8, sample=sample)
+    cut = {p.name for step in found.steps for p in step.params if p.cut is not None}
+    assert "softmax.tail.0.0.weight" in cut and "softmax.tail.1.0.weight" not in cut
+    note = "softmax.tail.1.1 takes 5 features or heads, which tp2 does not divide: left whole"
+    assert any(note in each for each in found.notes)
+    with pytest.raises(UnsupportedModel, match=r"softmax\.tail\.1\.1 takes 5 features, which tp2"):
+        weft.plan(
+            Adaptive(),
+            "tp2",
+            batch=8,
+            sample=sample,
+            roles={"softmax.tail.1.0": "column", "softmax.tail.1.1": "row"},
+        )
+
+
 class TwoLayers(nn.Module):
     """Names that say nothing: its forward shows what a column and a row are."""
 

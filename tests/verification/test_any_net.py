@@ -14,6 +14,7 @@ from tests.verification.nets_of_architectures import ARCHITECTURES
 from tests.verification.nets_of_edges import EDGES
 from tests.verification.nets_of_families import FAMILIES
 from tests.verification.nets_of_github import GITHUB, NYSTROM
+from tests.verification.nets_of_laboratories import AUTOFORMER, DIFF_POOL, LABORATORIES
 from tests.verification.nets_of_layers_in_parts import LAYERS_IN_PARTS
 from tests.verification.nets_of_papers import PAPERS
 from tests.verification.nets_of_practice import PRACTICE, SAINT_NET, TIMES_NET
@@ -28,7 +29,7 @@ from weft.verification.compare import check_layout
 from weft.verification.mixing import mixed_samples
 
 NETS = FIRST | PAPERS | QUIRKS | FAMILIES | TUTORIALS | REPOSITORIES | ARCHITECTURES | EDGES | WEB
-NETS |= LAYERS_IN_PARTS | PUBLIC_CODE | GITHUB | PRACTICE | VISITORS
+NETS |= LAYERS_IN_PARTS | PUBLIC_CODE | GITHUB | PRACTICE | VISITORS | LABORATORIES
 LAYOUTS = ("dp2", "fsdp2", "tp2", "pp2", "dp2.tp2")
 TP = ("tp2", "dp2.tp2")
 SAMPLES = ("dp2", "fsdp2", "dp2.tp2")  # ranks have other samples
@@ -39,6 +40,7 @@ NOTHING_TO_CUT = (  # weights in no linear or convolution, or that something els
     "bayes",
     "dino",
     "flow-matching",
+    "audio-codec",
 )
 REFUSED: dict[tuple[str, str], str] = {
     **{(name, at): "finds no attention" for name in NOTHING_TO_CUT for at in TP},
@@ -58,25 +60,30 @@ REFUSED: dict[tuple[str, str], str] = {
         for kind in ("lstm", "gru")
         for at in LAYOUTS
     },
-    ("siamese", "pp2"): "the model has only 1 modules",
+    ("siamese", "pp2"): "the model has only one module at which",
     ("pixel-cnn", "fsdp2"): "net.0.weight is changed by the model's forward, and fsdp",
     ("byol", "fsdp2"): "target.0.weight is changed by the model's forward, and fsdp",
-    ("byol", "pp2"): "is changed by the forward, and stages 0 and 1 use it",
     **{("glow", at): "flows.0.* is changed by the model's forward, and" for at in SAMPLES},
     ("glow", "dp2"): "flows.0.initialized is changed by the model's forward, as",
     ("glow", "dp2.tp2"): "flows.0.initialized is changed by the model's forward, as",
     ("root-experts", "pp2"): "into Python: `if rows.any",
-    **{("hamiltonian", at): "computes gradients through modules that are sharded" for at in TP},
+    **{
+        (name, at): "computes gradients through modules that are sharded"
+        for name in ("hamiltonian", "burgers", "meta-sgd")
+        for at in TP
+    },
+    ("burgers", "pp2"): "the model has only one module at which",
+    ("meta-sgd", "pp2"): "the model has only one module at which",
+    ("neural-process", "pp2"): "Give the distribution validate_args=False",
+    ("rainbow", "pp2"): "the forward of another microbatch has changed in place since",
     ("hamiltonian", "pp2"): "made by something that is no PyTorch function",
     ("stochastic-depth", "pp2"): "into Python",
     **{("lazy", at): "no shape before the first forward" for at in LAYOUTS},
     **{("made-later", at): "is made by the first forward" for at in LAYOUTS},
     **{("frozen", at): "none of its parameters is trainable" for at in LAYOUTS},
-    ("old-registers", "pp2"): "it runs inside torch.utils.checkpoint",
     ("checkpointed-conv", "pp2"): "backward changes it again, and a pipeline runs backward",
-    ("transformer-xl", "pp2"): "the model has only 1 modules",
+    ("transformer-xl", "pp2"): "the model has only one module at which",
     ("task-hyper", "pp2"): "is another stage.s, and .* does not run without it",
-    ("reversible", "pp2"): "it runs inside ReversibleFunction, called at",
     ("swish", "pp2"): "made by something that is no PyTorch function",
     ("packed", "pp2"): r"packed = pack_padded_sequence.* and was int64",
     **{
@@ -86,8 +93,8 @@ REFUSED: dict[tuple[str, str], str] = {
     **{("sparse-graph", at): "is a sparse tensor" for at in LAYOUTS},
     **{("tabnet", at): "normalizes the 8 samples .* Set it to 2" for at in SAMPLES},
     ("tree-lstm", "pp2"): "the forward took another path",
-    ("nerf", "pp2"): "the model has only 1 modules",
-    ("spiking", "pp2"): "the model has only 1 modules",
+    ("nerf", "pp2"): "the model has only one module at which",
+    ("spiking", "pp2"): "the model has only one module at which",
     ("deep-speech", "pp2"): "its shape, asked for at .*, follows from elements of another stage",
     **{("dino", at): "center is changed by the model's forward, and ranks" for at in SAMPLES[:2]},
     ("dino", "pp2"): "the weight teacher.* is changed by the forward, and stages 0 and 1 use it",
@@ -96,7 +103,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("sac", "pp2"): r"reads `normal = torch.distributions.Normal.* into Python",
     **{("schnet", at): r'Leave it whole: write "interactions' for at in TP},
     ("turing-machine", "fsdp2"): "heads.1 makes a tensor after its output, and heads.0 uses it",
-    ("turing-machine", "pp2"): "the model has only 1 modules",
+    ("turing-machine", "pp2"): "the model has only one module at which",
     **{("takes-dict", at): "is called with batch, and a sample holds x, target" for at in LAYOUTS},
 }
 
@@ -126,6 +133,9 @@ def test_equal_or_refused(pool: Any, name: str, layout: str) -> None:
         pytest.param(NYSTROM, "layers.0.0.fn.to_out", id="nystrom"),  # by a small amount
         pytest.param(TIMES_NET, "model.0", id="times-net"),
         pytest.param(SAINT_NET, "layers.0.4.W_out", id="saint"),
+        pytest.param(DIFF_POOL, "conv_block.0", id="diff-pool"),
+        # in training alone
+        pytest.param(AUTOFORMER, "encoder.0.attention.inner_correlation", id="autoformer"),
     ],
 )
 def test_a_mixing_of_samples_is_refused(net: Subject, module: str) -> None:
@@ -135,7 +145,13 @@ def test_a_mixing_of_samples_is_refused(net: Subject, module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("net", "layout"), [(TIMES_NET, "pp2"), (SAINT_NET, "tp2")], ids=["times-net", "saint"]
+    ("net", "layout"),
+    [
+        pytest.param(TIMES_NET, "pp2", id="times-net"),
+        pytest.param(SAINT_NET, "tp2", id="saint"),
+        pytest.param(AUTOFORMER, "tp2", id="autoformer"),
+        pytest.param(DIFF_POOL, "tp2", id="diff-pool"),
+    ],
 )
 def test_samples_mix_where_nothing_divides_them(pool: Any, net: Subject, layout: str) -> None:
     found = pool.run(check_layout, net.case(), layout, reference(net), world=2, timeout=60)[0]

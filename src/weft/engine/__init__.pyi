@@ -56,6 +56,7 @@ from .replica_sync.outer_optimizer import message_params as message_params
 from .rpc.calls import ModuleCalls as ModuleCalls
 from .rpc.remote_engine import Remote as Remote, check_worker_plan as check_worker_plan
 from .setup import check_offload_device as check_offload_device, own_device as own_device
+from .training_modes import put_on_trial as put_on_trial, training_modes as training_modes
 from .trial_functions import TrialFunctions as TrialFunctions
 from .trial_run import first_tensor as first_tensor
 from .weight_average import (

@@ -1,9 +1,9 @@
 """Does a model or a loss mix samples? One sample alone is compared with the same sample in a batch
 of two: what differs depends on how a layout divides the batch.
 
-Only what the loss uses is looked at, in evaluation mode, without dropout. What draws random numbers
-is left out, and so are batch norms that have no running statistics, and models whose state a
-forward changes: none is the same for one sample and for two.
+Only what the loss uses is looked at, in the model's mode, from the same state each time. What draws
+random numbers is left out, and so are batch norms that have no running statistics, and what a
+forward keeps elsewhere than in weights and buffers: none is the same for one sample and for two.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from weft._torch.tensors import without_function_modes
 from weft.core import ConfigError, Refusal, UnsupportedModel
 from weft.nn import is_whole_batch, weighed_loss, widened
-from weft.pipeline import map_tensors, tensors_in
+from weft.pipeline import PlaceholderTensor, map_tensors, tensors_in
 
 from .draw_watch import DrawWatch, default_generators
 from .microbatch import Batch
@@ -52,7 +52,7 @@ class SamplePair:
     """Two samples of a batch, together and one by one.
 
     Args:
-        model: whose buffers a forward may change; in evaluation mode.
+        model: whose weights and buffers a forward may change.
         forward: runs it.
         loss: its loss.
         pair: a batch of two samples.
@@ -70,8 +70,15 @@ class SamplePair:
         bound: float,
         fine: float,
     ):
-        self._model, self._forward, self._loss = model, forward, loss
+        self._model, self._run, self._loss = model, forward, loss
         self._pair, self._bound, self._fine = pair, bound, fine
+        self._state = [
+            (held, name, tensor, tensor.clone())
+            for module in model.modules()
+            for held in (module._parameters, module._buffers)
+            for name, tensor in held.items()
+            if tensor is not None and not (tensor.is_meta or isinstance(tensor, PlaceholderTensor))
+        ]
         self._device = next(iter(pair.values())).device
 
     def find(self) -> Mixing | None:
@@ -88,9 +95,18 @@ class SamplePair:
                 drew = any(watch.end())
         return None if drew else found
 
+    def _forward(self, batch: Batch, seen: Seen | None = None) -> Any:
+        """A forward from the state that all begin with."""
+        with without_function_modes():
+            for held, name, tensor, before in self._state:
+                held[name] = tensor
+                if not torch.equal(tensor, before):
+                    tensor.data.copy_(before)
+        return self._run(batch, seen)
+
     def _repeats(self, alone: list[Any], bound: float) -> bool:
-        """Whether a sample alone gives again what it gave, each time. What keeps state says
-        nothing, nor does what is drawn from a source that is not watched."""
+        """Whether a sample alone gives again what it gave, each time. What keeps state of its own
+        says nothing, nor does what is drawn from a source that is not watched."""
         for _ in range(REPEATS):
             again, _ = self._leaves(_sample(self._pair, 0))
             both = zip(alone, again, strict=True)

@@ -22,6 +22,7 @@ from .gathered_model import copy_without_weights
 from .microbatch import Batch
 from .mixed_samples import Mixing, SamplePair, Seen, mixing_error
 from .sharding_trial import ShardingTrial
+from .training_modes import put_on_trial, training_modes
 from .trial_run import TrialRun
 from .trial_ways import TrialWay, trial_ways, undivided
 from .whole_weights import WholeWeights
@@ -51,7 +52,7 @@ class SampleTrial:
         loss: Callable[..., Any],
     ):
         self._plan, self._mesh, self._sequence, self._loss = plan, mesh, sequence, loss
-        self._model = copy_without_weights(model)
+        self._model, self._modes = copy_without_weights(model), training_modes(model)
         self._routes = bool(find_experts(model))
 
     def check(self, sample: Batch, shards: Iterable[LocalShard]) -> None:
@@ -70,23 +71,28 @@ class SampleTrial:
         if group is not None:
             sample = broadcast_value(sample, 0, group)
         sample = {key: value.to(device) for key, value in sample.items()}
-        found = None
-        for way in trial_ways(self._model, self._plan, self._mesh, self._sequence, sample):
+        ways = [*trial_ways(self._model, self._plan, self._mesh, self._sequence, sample)]
+        for training in (False, True):  # some models mix samples only as they train
+            found = self._in_mode(training, ways, weights)
+            if found is not None:
+                raise mixing_error(found, self._model, self._loss, _divided(self._plan))
+
+    def _in_mode(
+        self, training: bool, ways: Iterable[TrialWay], weights: WholeWeights
+    ) -> Mixing | None:
+        for way in ways:
             if way.precision not in BOUNDS or (self._routes and way.precision != "fp64"):
                 continue
-            try:
-                found = self._find(way, weights)
-            except Exception:  # a kernel without this dtype, a loss that takes no single sample
-                continue
-            break
-        if found is not None:
-            raise mixing_error(found, self._model, self._loss, _divided(self._plan))
+            with suppress(Exception):  # a kernel without this dtype, a loss of no single sample
+                return self._find(way, weights, training)
+        return None
 
-    def _find(self, way: TrialWay, weights: WholeWeights) -> Mixing | None:
-        plan, model = self._plan, copy_without_weights(self._model).eval()
+    def _find(self, way: TrialWay, weights: WholeWeights, training: bool) -> Mixing | None:
+        plan, model = self._plan, copy_without_weights(self._model)
+        put_on_trial(model, self._modes, training)
         alone = undivided(plan, way.precision)
         parallelize(alone, model, self._mesh, self._sequence.randomness)
-        run = TrialRun(model, alone, self._mesh, way.precision, weights)
+        run = TrialRun(model, alone, self._mesh, way.precision, weights, training=training)
         dtype = DTYPES[way.precision]
 
         def forward(batch: Batch, seen: Seen | None = None) -> Any:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from weft.core import (
     DTYPES,
@@ -45,7 +44,7 @@ from .function_overrides import FunctionOverrides
 from .gathered_model import copy_without_weights
 from .microbatch import Batch, MicroBatch
 from .random_projection import size_of
-from .training_modes import training_modes
+from .training_modes import put_on_trial, training_modes
 from .trial_branches import Branch
 from .trial_run import TrialError, TrialRecord, TrialRun
 from .trial_ways import TrialWay, positions_of, trial_ways
@@ -185,10 +184,7 @@ class ShardingTrial:
         # a rounding to float8 would hide what a layout changes
         plan = replace(plan, precision=way.precision, reduce="fp32", float8=None)
         model, mesh = copy_without_weights(self._model), self._mesh
-        for name, module in model.named_modules():
-            tracks = isinstance(module, _BatchNorm) and module.running_mean is not None
-            # of one sample a batch norm may have no variance
-            module.training = self._training and self._modes[name] and not tracks
+        put_on_trial(model, self._modes, self._training)
         parallelize(plan, model, mesh, self._sequence.randomness)
         if sequence is not None:
             run_on_whole_sequences(model, plan, sequence)

@@ -29,6 +29,8 @@ _RANDOM_NAMES = frozenset(
         *(function.__name__ for function in (*DRAWS, *DRAWS_INSIDE)),
         "Categorical",
         "randperm",
+        "rsample",  # of a distribution
+        "sample",
     ]
 )
 _ROUTING_NAMES = frozenset({"expert_shares", "balance_loss", "with_loss", "within_capacity"})
@@ -41,12 +43,13 @@ def may_drop(model: nn.Module) -> bool:
 
     A function outside of the module's class, which says 0.1 itself, is not found.
     """
+    called = _names_called(frozenset(map(type, model.modules())))
     for module in model.modules():
         if isinstance(module, _DROPOUT_MODULES):
             if module.p > 0:
                 return True
             continue
-        named = _names_in_code(type(module))  # type: ignore[arg-type]
+        named = called[type(module)]
         config = getattr(module, "config", None)
         if any(_is_probability(*item) for item in vars(module).items()) or any(
             _is_probability(name, config_value(config, name)) for name in named
@@ -74,12 +77,30 @@ def _is_probability(name: str, value: Any) -> bool:
     return "drop" in name and number and value > 0
 
 
+@lru_cache(maxsize=256)
+def _names_called(kinds: frozenset[type[nn.Module]]) -> dict[type[nn.Module], frozenset[str]]:
+    """All names that the forward of each of these classes uses, and the methods that the forwards
+    of all call."""
+    found: dict[type[nn.Module], frozenset[str]] = {}
+    called = frozenset[str]()
+    while True:
+        for kind in kinds:
+            own = {n for n in called if getattr(kind, n, None) is not getattr(nn.Module, n, None)}
+            found[kind] = _names_in_code(kind, methods=frozenset(own))  # type: ignore[arg-type]
+        names = called.union(*found.values())
+        if names == called:
+            return found
+        called = names
+
+
 @lru_cache(maxsize=4096)
-def _names_in_code(cls: Hashable, functions: bool = False) -> frozenset[str]:
+def _names_in_code(
+    cls: Hashable, functions: bool = False, methods: frozenset[str] = frozenset()
+) -> frozenset[str]:
     """All names that a class's forward uses, and the class's methods that it calls. `functions`:
-    and functions of its package that these call."""
+    and functions of its package that these call. `methods`: that are called from elsewhere."""
     found: set[str] = set()
-    todo, seen = ["forward"], {"forward"}
+    todo, seen = ["forward", *methods], {"forward", *methods}
     while todo:
         method: Any = getattr(cls, todo.pop())
         method = getattr(method, "fget", method)

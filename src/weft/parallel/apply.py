@@ -116,7 +116,8 @@ def parallelize(
         group = mesh.group(*batchnorm_axes(plan, name))
         _replace(model, name, BatchNorm.of(modules[name], group))
     prepare_low_precision(model, plan.dtypes, plan.blocks)
-    _gather(plan, modules, mesh)
+    # a batch norm that has been replaced may be a unit by itself
+    _gather(plan, dict(model.named_modules(remove_duplicate=False)), mesh)
     call_forwards_with_hooks(model)
     return traffic
 

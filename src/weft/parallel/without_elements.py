@@ -6,7 +6,8 @@ would take."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,13 +50,47 @@ _TRUTHS = {
     torch.ops.aten.any: False,
     torch.ops.aten._is_any_true: False,
 }
+
+
+def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+    places: list[Tensor | None] = []
+    for each in indices:
+        masks = each is not None and each.dtype == torch.bool
+        places += _nonzero(each).unbind(1) if masks else [each]  # type: ignore[arg-type]
+    return torch.ops.aten.index.Tensor(x, places)
+
+
+def _nonzero(x: Tensor) -> Tensor:
+    if not (isinstance(x, FakeTensor) or x.is_meta):
+        with without_dispatch_modes():
+            return x.nonzero()
+    return x.new_empty((x.numel(), x.ndim), dtype=torch.int64)
+
+
+def _masked_select(x: Tensor, mask: Tensor) -> Tensor:
+    return x.new_empty(math.prod(torch.broadcast_shapes(x.shape, mask.shape)))
+
+
+# what makes as many rows as a mask is true, of one that is true everywhere
+_COUNTING: dict[Any, Callable] = {
+    torch.ops.aten.index.Tensor: _index,
+    torch.ops.aten.nonzero.default: _nonzero,
+    torch.ops.aten.masked_select.default: _masked_select,
+}
 READS = 1000  # of elements that are not there: more are of a loop that would not end
 
 
 @contextmanager
-def without_elements(mode: FakeTensorMode) -> Iterator[None]:
-    """In this context operators on tensors of the mode compute shapes alone."""
-    with torch.random.fork_rng([]), quiet_fake_tensors(), mode, _KnownElements(), torch.no_grad():
+def without_elements(mode: FakeTensorMode, masks_take_all: bool = False) -> Iterator[None]:
+    """In this context operators on tensors of the mode compute shapes alone.
+
+    Args:
+        mode: that of the tensors.
+        masks_take_all: whether `x[mask]` has all elements, rather than a number that is not known
+            and ends the run.
+    """
+    known = _KnownElements(masks_take_all)
+    with torch.random.fork_rng([]), quiet_fake_tensors(), mode, known, torch.no_grad():
         yield
 
 
@@ -63,8 +98,9 @@ class _KnownElements(TorchDispatchMode):
     """Runs what takes and makes integers alone on their elements, and gives elements that are read
     where there are none."""
 
-    def __init__(self) -> None:
+    def __init__(self, masks_take_all: bool) -> None:
         super().__init__()
+        self._masks_take_all = masks_take_all
         self._reads = 0
         self._truths: list[tuple[Tensor, bool]] = []  # what such an operator has made
 
@@ -80,6 +116,8 @@ class _KnownElements(TorchDispatchMode):
             if func is torch.ops.aten._grouped_mm.default:  # torch knows its shapes in bf16 alone
                 halves = [t.bfloat16() if _has_fractions(t) else t for t in args[:2]]
                 return func(*halves, *args[2:], **kwargs).to(args[0].dtype)
+            if self._masks_take_all and func in _COUNTING:
+                return _COUNTING[func](*args)
             made = func(*args, **kwargs)
             if func.overloadpacket in _TRUTHS:
                 self._truths.append((made, _TRUTHS[func.overloadpacket]))

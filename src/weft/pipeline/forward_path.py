@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from weft.core import TensorRef, UnsupportedModel, nearest
 
@@ -19,13 +19,14 @@ class ForwardPath:
     placeholder. The path has what open calls do directly, each a whole module call or a function,
     as far as it depends on weights or random numbers: every stage runs the rest by itself.
 
-    `starts`: the event with which each stage but the first begins. `last`: the last stage.
+    `starts`: the event with which each stage but the first begins: the call of its point, or, of a
+    point in `early`, what runs between the modules before it and this call. `last`: the last stage.
     `open_calls` and `nodes`: events. `weight_dependent`: tensors. `writers`: tensor -> the nodes
     that make or change it. `makers`: tensor -> the node that makes it.
     """
 
-    def __init__(self, graph: ForwardGraph, points: Sequence[str]):
-        self.graph, self.points = graph, points
+    def __init__(self, graph: ForwardGraph, points: Sequence[str], early: Collection[str] = ()):
+        self.graph, self.points, self._early = graph, points, early
         self.starts = self._find_starts()
         self.last = len(points)
         self.open_calls = {0} | {
@@ -114,7 +115,22 @@ class ForwardPath:
                 )
             self._check_reachable(point, calls[name][0])
             starts.append(calls[name][0])
-        return starts
+        return [
+            self._before_call(start) if point in self._early else start
+            for point, start in zip(self.points, starts, strict=True)
+        ]
+
+    def _before_call(self, start: int) -> int:
+        """The first event after the last call with weights that precedes a call beside it."""
+        events, index = self.graph.events, start
+        while index - 1 > events[start].parent:
+            before = index - 1
+            while events[before].parent != events[start].parent:
+                before = events[before].parent
+            if events[before].call and events[before].weights:
+                break
+            index = before
+        return index
 
     def enclosing_calls(self, index: int) -> list[int]:
         """The calls that contain an event, innermost first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -31,10 +32,11 @@ from .balance import partition
 from .capture.graph import ForwardGraph
 from .capture.split_points import SplitPoint, split_points
 from .capture.tracer import trace_forward
-from .split_model import split_stages
+from .split_model import ReadsValue, split_stages
 
 SPLIT_MEASURES = ("parameters", "flops", "time")
 PROFILES = 5  # forwards that are timed
+TRIES = 32  # cuts beside the one of the best balance, where that is refused
 
 
 def make_stages(
@@ -105,10 +107,30 @@ def make_stages(
             "balance by a bias instead, or use a synchronous schedule such as 1f1b",
         )
     check_split_points(where, made.stages, f"{made.name} over {layout}")
-    points = _points(recorded, made, where, blocks, units)
-    if where == "time" and dist.is_initialized():  # every rank has measured times of its own
-        points = tuple(gather_json(points)[0])
-    return split_stages(recorded, points, unsplit_blocks([*blocks, *counted], points)), made
+    # what weft has chosen, and cannot be cut: at the call of a module, and before it
+    at_call: dict[str, UnsupportedModel] = {}
+    refused = set[str]()
+    while True:
+        try:
+            points = _points(recorded, made, where, blocks, units, refused)
+        except UnsupportedModel:
+            if not at_call:
+                raise
+            raise next(iter(at_call.values())) from None
+        if where == "time" and dist.is_initialized():  # every rank has measured times of its own
+            points = tuple(gather_json(points)[0])
+        whole = unsplit_blocks([*blocks, *counted], points)
+        try:
+            return split_stages(recorded, points, whole, at_call), made
+        except UnsupportedModel as problem:
+            at = str(problem.value)
+            named = not isinstance(where, str) or at not in points
+            if named or isinstance(problem, ReadsValue) or len(refused) == TRIES:
+                raise next(iter(at_call.values()), problem) from None
+            if at in at_call:
+                refused.add(at)
+            else:
+                at_call[at] = problem
 
 
 def _total(loss: Callable, batch: dict[str, Tensor], output: Any) -> Tensor:
@@ -248,17 +270,19 @@ def _points(
     where: str | Sequence[str],
     blocks: Sequence[str],
     units: Collection[str],
+    refused: Collection[str],
 ) -> tuple[str, ...]:
     if not isinstance(where, str):
         return tuple(where)
     for whole in ((blocks, units), ((), units), ((), ())):  # where it has to, it cuts blocks too
         atoms = split_points(recorded, *whole)
-        if len(atoms) >= made.stages:
+        if len(atoms) - sum(atom.module in refused for atom in atoms[1:]) >= made.stages:
             break
-    if len(atoms) == made.stages - 1 and _has_work_before(recorded, atoms):
+    if len(atoms) == made.stages - 1 and _has_work_before(recorded, atoms) and not refused:
         return tuple(atom.module for atom in atoms)  # what is called several times comes first
-    if len(atoms) < made.stages:
-        problem = f"has {made.stages} stages, and the model has only {len(atoms)} modules at which"
+    if len(atoms) - sum(atom.module in refused for atom in atoms[1:]) < made.stages:
+        several = f"{len(atoms)} modules" if len(atoms) > 1 else "one module"
+        problem = f"has {made.stages} stages, and the model has only {several} at which"
         problem += " a stage can begin"
         if len(atoms) > 1:
             fix = "use fewer stages, or name modules that are called once in [pipeline] cut"
@@ -266,6 +290,9 @@ def _points(
         raise NothingToDivide("pipeline.schedule", made.name, problem, "{others}")
     costs = [float(getattr(atom, where)) for atom in atoms]
     starts = partition(
-        costs, made.stages, placement=made.placement if made.stages > made.ranks else None
+        costs,
+        made.stages,
+        crossing=[math.inf if atom.module in refused else 0.0 for atom in atoms],
+        placement=made.placement if made.stages > made.ranks else None,
     )
     return tuple(atoms[i].module for i in starts[1:])

@@ -28,7 +28,10 @@ from .forward_path import ForwardPath
 
 
 def split_stages(
-    graph: ForwardGraph, points: Sequence[str], blocks: Collection[str] = ()
+    graph: ForwardGraph,
+    points: Sequence[str],
+    blocks: Collection[str] = (),
+    early: Collection[str] = (),
 ) -> Staging:
     """The stages of a model, and what crosses between them.
 
@@ -37,11 +40,17 @@ def split_stages(
         points: The modules with whose calls the second and later stages begin, by name, in the
             order in which they run.
         blocks: Modules that count their own dropout masks.
+        early: Those of the points whose stages begin with the functions before the call.
 
     Raises:
         UnsupportedModel: The model cannot be split there; names the line of its code.
     """
-    return _StageSplitter(ForwardPath(graph, points)).staging(blocks)
+    return _StageSplitter(ForwardPath(graph, points, early)).staging(blocks)
+
+
+class ReadsValue(UnsupportedModel):
+    """A forward that reads an activation into Python. Wherever it is cut, another value of it may
+    take another path than the plan has."""
 
 
 class _StageSplitter:
@@ -293,7 +302,7 @@ class _StageSplitter:
                 )
                 or "a weight"
             )
-            raise self.path.refusal(
+            problem = self.path.refusal(
                 stage + 1,
                 f"{event.line} reads {value} into Python: `{event.text}`, and every later stage"
                 " runs this line without that value",
@@ -301,6 +310,7 @@ class _StageSplitter:
                 if event.checks
                 else "read it inside of a module that is not cut, or cut before it is made",
             )
+            raise ReadsValue(problem.field, problem.value, problem.problem, problem.fix)
         if event.reshapes and not event.call:
             raise self.path.refusal(
                 stage + 1,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -267,14 +268,15 @@ class _PipelineRun:
                 roots.append(root)
                 grads.append(known)
         needing = {value: leaf for value, leaf in received.items() if leaf.requires_grad}
-        if (stage, microbatch) in pipeline._split:
-            found, self.deferred[stage, microbatch] = backward_inputs(
-                roots, grads, list(needing.values())
-            )
-        else:
-            if roots:
-                torch.autograd.backward(roots, grads)
-            found = [leaf.grad for leaf in needing.values()]
+        with _read_as_saved():
+            if (stage, microbatch) in pipeline._split:
+                found, self.deferred[stage, microbatch] = backward_inputs(
+                    roots, grads, list(needing.values())
+                )
+            else:
+                if roots:
+                    torch.autograd.backward(roots, grads)
+                found = [leaf.grad for leaf in needing.values()]
         for (value, leaf), grad in zip(needing.items(), found, strict=True):
             if pipeline._unread[value]:
                 if grad is not None:
@@ -290,6 +292,25 @@ class _PipelineRun:
                 total = _total(self.grads.pop((message.value, microbatch)))
                 assert total is not None
                 pipeline.transport.send(message, total, peers)
+
+
+@contextmanager
+def _read_as_saved() -> Iterator[None]:
+    """Around a backward. Where one microbatch runs at a time, it may read a buffer that the next
+    forward changes."""
+    try:
+        yield
+    except RuntimeError as problem:
+        if "modified by an inplace operation" not in str(problem):
+            raise
+        raise UnsupportedModel(
+            "model",
+            "backward",
+            "it reads a tensor, such as a buffer, that the forward of another microbatch has"
+            " changed in place since: a pipeline runs forwards of several before the backward of"
+            " the first",
+            "give the module a new tensor in each forward instead, or set accumulate = 1",
+        ) from problem
 
 
 def _used_now(name: str) -> UnsupportedModel:

@@ -203,7 +203,7 @@ class PlainFunctions(TorchFunctionMode):
         dim = None if shared else self.randomness.sample_dim(shape)
         if dim is not None and (not shape or shape[dim] != samples):
             dim = None  # samples and positions are in one dim, or nothing is a sample's
-        name = self._name()
+        name = self._name(shared)
         self.laws.mask(keep, p, self.randomness.step, name, dim)
         if dim == 0:
             key, rows = self._key(self.randomness.place), self.randomness.samples.tolist()
@@ -212,13 +212,15 @@ class PlainFunctions(TorchFunctionMode):
 
     def _numbers(self, func: Callable, args: tuple, kwargs: dict) -> Tensor:
         site, part = self._site(func.__name__), count()
+        dims = set[int | None]()
 
         def uniform(shape: torch.Size, device: torch.device, alike: bool) -> Tensor:
             dim = self.randomness.drawn_dim(shape, alike)
+            dims.add(dim)
             return self.randomness.uniform(shape, site, device, dim, next(part))
 
         found = DRAWS[func](Draws(uniform), *args, **kwargs)
-        name = f"torch.{func.__name__} {self._name()}"
+        name = f"torch.{func.__name__} {self._name(dims == {None})}"
         match distribution_of(func, found, args, kwargs):
             case values, below:
                 rounding = torch.finfo(found.dtype).eps
@@ -227,8 +229,11 @@ class PlainFunctions(TorchFunctionMode):
                 self.laws.whole_numbers(values, mean, deviation, name)
         return found
 
-    def _name(self) -> str:
+    def _name(self, shared: bool) -> str:
+        """Of a call. What all samples share is the same in each microbatch."""
         self._calls += 1
+        if shared:
+            return f"{self._calls} of all samples"
         first = int(self.randomness.samples[0]) if len(self.randomness.samples) else 0
         return f"{self._calls} of the microbatch from sample {first}"
 
