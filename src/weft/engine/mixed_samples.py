@@ -1,9 +1,9 @@
 """Does a model or a loss mix samples? One sample alone is compared with the same sample in a batch
 of two: what differs depends on how a layout divides the batch.
 
-Only what the loss uses is looked at, in the model's mode, from the same state each time. What draws
-random numbers is left out, and so are batch norms that have no running statistics, and what a
-forward keeps elsewhere than in weights and buffers: none is the same for one sample and for two.
+Only what the loss uses is looked at, in the mode in which the model is. What draws random numbers is
+left out, and so are batch norms that have no running statistics, and models whose state a forward
+changes: none is the same for one sample and for two.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class SamplePair:
     ):
         self._model, self._run, self._loss = model, forward, loss
         self._pair, self._bound, self._fine = pair, bound, fine
+        self._changes = False  # whether a forward changes weights or buffers
         self._state = [
             (held, name, tensor, tensor.clone())
             for module in model.modules()
@@ -93,16 +94,18 @@ class SamplePair:
                 found = self._find()
             finally:
                 drew = any(watch.end())
-        return None if drew else found
+        # what it keeps of its microbatches one device keeps too; StateWatch compares ranks
+        return None if drew or self._changes else found
 
     def _forward(self, batch: Batch, seen: Seen | None = None) -> Any:
-        """A forward from the state that all begin with."""
+        """A forward, after which weights and buffers are as they were."""
+        output = self._run(batch, seen)
         with without_function_modes():
             for held, name, tensor, before in self._state:
-                held[name] = tensor
-                if not torch.equal(tensor, before):
+                if held[name] is not tensor or not torch.equal(tensor, before):
+                    self._changes, held[name] = True, tensor
                     tensor.data.copy_(before)
-        return self._run(batch, seen)
+        return output
 
     def _repeats(self, alone: list[Any], bound: float) -> bool:
         """Whether a sample alone gives again what it gave, each time. What keeps state of its own
