@@ -14,7 +14,7 @@ from tests.docs.test_reference import load_generator
 refresh = load_script("refresh")
 # Read first: what starts ranks or simulates large clusters runs on these pages always, on all with
 # --pages.
-FIRST = ("README.md", "docs/start.md", "docs/tutorial.md")
+FIRST = ("README.md", "docs/start.md")
 PART = 30  # commands and files of a page that are one test, where only the quick ones run
 # to draw a profile takes the run before it
 QUICK = r"^weft (draw(?! --profile)|launch slurm|launch kubernetes) |^python \w+_\d+\.py"

@@ -447,7 +447,7 @@ def follow(pool: Any, one: Advice) -> None:
         assert after.passed, (layout, after)
 
 
-@pytest.mark.grid
+@pytest.mark.grid(ci=12)
 @pytest.mark.parametrize("name", ADVICE)
 def test_followed(pool: Any, name: str) -> None:
     follow(pool, ADVICE[name])
@@ -534,7 +534,7 @@ LEFT_WHOLE: dict[str, tuple[Subject, str]] = {  # what tp leaves whole, or divid
 }
 
 
-@pytest.mark.grid
+@pytest.mark.grid(ci=12)
 @pytest.mark.parametrize("name", LEFT_WHOLE)
 def test_one_module_is_no_reason_to_refuse(pool: Any, name: str) -> None:
     subject, whole = LEFT_WHOLE[name]

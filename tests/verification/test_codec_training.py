@@ -66,7 +66,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.grid(1)
+@pytest.mark.grid(1, ci=1)
 @pytest.mark.parametrize("layout", OTHERS)
 def test_on_other_layouts(tmp_path: Path, layout: str) -> None:
     (defined,) = define_training(*deep_case(load(tmp_path, OTHERS[layout])), layout)
