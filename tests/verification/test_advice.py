@@ -256,11 +256,14 @@ ADVICE: dict[str, Advice] = {
         r'Write "blocks\.\*\.mlp" = "whole" under \[roles\], and no line .*, or use dp or fsdp',
         {"tp2": written_instead, **on("fsdp2")},
     ),
+    "byol": Advice(
+        NET["byol"],
+        "fsdp2",
+        "Change it outside of the forward",
+        {"fsdp2": built_by(advised.UpdatedOutside)},
+    ),
     # pp
     "siamese": Advice(NET["siamese"], "pp2", "Use dp or fsdp", on("dp2", "fsdp2")),
-    "byol": Advice(
-        NET["byol"], "pp2", "change it outside", {"pp2": built_by(advised.UpdatedOutside)}
-    ),
     "root-experts": Advice(
         NET["root-experts"],
         "pp2",

@@ -1,9 +1,9 @@
 """Does a model or a loss mix samples? One sample alone is compared with the same sample in a batch
 of two: what differs depends on how a layout divides the batch.
 
-Only what the loss uses is looked at, in the mode in which the model is. What draws random numbers is
-left out, and so are batch norms that have no running statistics, and models whose state a forward
-changes: none is the same for one sample and for two.
+Only what the loss uses is looked at, in the mode in which the model is. What draws random numbers
+is left out, and so are batch norms that have no running statistics, and models whose state a
+forward changes: none is the same for one sample and for two.
 """
 
 from __future__ import annotations
