@@ -112,7 +112,8 @@ class Stage:
 class Staging:
     """How a model is split. `items`: the path. `around`: modules whose calls contain a split point.
     `copied`: (stage, tensor) for tensors that the stage receives and changes in place, so that it
-    works on a copy. `noted`: buffers that change and that functions between calls use."""
+    works on a copy. `noted`: buffers that change and that functions between calls use. `early`: the
+    points whose stages begin with the functions before the call."""
 
     stages: tuple[Stage, ...]
     values: tuple[Value, ...]
@@ -120,3 +121,4 @@ class Staging:
     around: tuple[str, ...]
     copied: frozenset[tuple[int, int]]
     noted: frozenset[str]
+    early: frozenset[str] = frozenset()

@@ -26,7 +26,8 @@ class ForwardPath:
     """
 
     def __init__(self, graph: ForwardGraph, points: Sequence[str], early: Collection[str] = ()):
-        self.graph, self.points, self._early = graph, points, early
+        self.graph, self.points = graph, points
+        self.early = frozenset(early).intersection(points)
         self.starts = self._find_starts()
         self.last = len(points)
         self.open_calls = {0} | {
@@ -116,7 +117,7 @@ class ForwardPath:
             self._check_reachable(point, calls[name][0])
             starts.append(calls[name][0])
         return [
-            self._before_call(start) if point in self._early else start
+            self._before_call(start) if point in self.early else start
             for point, start in zip(self.points, starts, strict=True)
         ]
 

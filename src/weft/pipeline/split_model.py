@@ -110,6 +110,7 @@ class _StageSplitter:
             around,
             self._copied_values(needed),
             frozenset(functions),
+            self.path.early,
         )
 
     def _reaches_loss(self, number: int, stages: Collection[int], used: set[int]) -> bool:

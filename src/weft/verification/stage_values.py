@@ -27,7 +27,8 @@ def stage_value_bytes(case: Case, plan: Plan, batch: dict[str, Tensor]) -> dict[
     micro = {key: value[:taken] for key, value in batch.items()}
     with case.mode():
         recorded = trace_forward(model, model_arguments(case.inputs or named_inputs(model), micro))
-    values = split_stages(recorded, [stage.first for stage in plan.staging.stages[1:]]).values
+    points = [stage.first for stage in plan.staging.stages[1:]]
+    values = split_stages(recorded, points, early=plan.staging.early).values
     parts = [
         _parts(plan, v.name.rpartition(" of ")[2], tuple(v.shape), taken) * plan.sequence_size
         for v in values
