@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from weft._torch.tensors import NEEDS_ELEMENTS, fake_mode
+from weft._torch.tensors import fake_mode
 from weft.core import UnsupportedModel
 from weft.nn import (
     Roles,
@@ -24,7 +24,7 @@ from .axes import FEATURE_AXES
 from .cut_copy import FAILS, cut_copy
 from .plan_request import PlanRequest
 from .undivided_chains import without_undivided
-from .without_elements import copy_without_elements, without_elements
+from .without_elements import without_elements
 
 
 def runnable_roles(request: PlanRequest, roles: Roles) -> Roles:
@@ -94,11 +94,9 @@ def _without(
     return replace(roles, chains=rest, notes=(*roles.notes, note), needs_whole=whole)
 
 
-def _first_failure(
-    request: PlanRequest, roles: Roles, size: int, masks_take_all: bool = False
-) -> tuple[str, str] | None:
+def _first_failure(request: PlanRequest, roles: Roles, size: int) -> tuple[str, str] | None:
     """The innermost module with a chain in which a forward of the cut model fails, and why. None:
-    it runs, or fails elsewhere. A mask takes all elements where the whole model runs so."""
+    it runs, or fails elsewhere."""
     mode = fake_mode()
     model = cut_copy(request.model, request.model, roles.chains, size, mode)
     for chain in roles.chains:
@@ -108,24 +106,10 @@ def _first_failure(
     with_chain = {chain_module(chain) for chain in roles.chains}
     inside: list[str] = []
     try:
-        with module_calls(model) as inside, without_elements(mode, masks_take_all):
+        with module_calls(model) as inside, without_elements(mode):
             model(**request.arguments())
     except FAILS as problem:
-        if isinstance(problem, NEEDS_ELEMENTS) and not masks_take_all and _runs_on_all(request):
-            return _first_failure(request, roles, size, masks_take_all=True)
         within = [name for name in inside if name in with_chain]
         if within:
             return within[-1], (str(problem).splitlines() or [type(problem).__name__])[0]
     return None
-
-
-def _runs_on_all(request: PlanRequest) -> bool:
-    """Whether the whole model runs where masks take all elements."""
-    mode = fake_mode()
-    bare = copy_without_elements(request.model, mode)
-    try:
-        with without_elements(mode, masks_take_all=True):
-            bare(**request.arguments())
-    except FAILS:
-        return False
-    return True

@@ -107,30 +107,42 @@ def make_stages(
             "balance by a bias instead, or use a synchronous schedule such as 1f1b",
         )
     check_split_points(where, made.stages, f"{made.name} over {layout}")
-    # what weft has chosen, and cannot be cut: at the call of a module, and before it
-    at_call: dict[str, UnsupportedModel] = {}
-    refused = set[str]()
+    staging = _split(recorded, made, where, blocks, units, counted)
+    return staging, made
+
+
+def _split(
+    recorded: ForwardGraph,
+    made: Schedule,
+    where: str | Sequence[str],
+    blocks: Sequence[str],
+    units: Collection[str],
+    counted: Sequence[str],
+) -> Staging:
+    """The stages. A cut that weft chose, and that is refused at the call of its module, is tried
+    before the functions that lead to that call, and then elsewhere. Where nothing works, the first
+    refusal is raised."""
+    early: dict[str, UnsupportedModel] = {}  # -> the refusal at the call
+    given_up = set[str]()
     while True:
         try:
-            points = _points(recorded, made, where, blocks, units, refused)
-        except UnsupportedModel:
-            if not at_call:
-                raise
-            raise next(iter(at_call.values())) from None
+            points = _points(recorded, made, where, blocks, units, given_up)
+        except UnsupportedModel as problem:
+            raise next(iter(early.values()), problem) from None
         if where == "time" and dist.is_initialized():  # every rank has measured times of its own
             points = tuple(gather_json(points)[0])
         whole = unsplit_blocks([*blocks, *counted], points)
         try:
-            return split_stages(recorded, points, whole, at_call), made
+            return split_stages(recorded, points, whole, early)
         except UnsupportedModel as problem:
             at = str(problem.value)
-            named = not isinstance(where, str) or at not in points
-            if named or isinstance(problem, ReadsValue) or len(refused) == TRIES:
-                raise next(iter(at_call.values()), problem) from None
-            if at in at_call:
-                refused.add(at)
+            chosen = isinstance(where, str) and at in points
+            if not chosen or isinstance(problem, ReadsValue) or len(given_up) == TRIES:
+                raise next(iter(early.values()), problem) from None
+            if at in early:
+                given_up.add(at)
             else:
-                at_call[at] = problem
+                early[at] = problem
 
 
 def _total(loss: Callable, batch: dict[str, Tensor], output: Any) -> Tensor:
@@ -270,17 +282,17 @@ def _points(
     where: str | Sequence[str],
     blocks: Sequence[str],
     units: Collection[str],
-    refused: Collection[str],
+    given_up: Collection[str],
 ) -> tuple[str, ...]:
     if not isinstance(where, str):
         return tuple(where)
     for whole in ((blocks, units), ((), units), ((), ())):  # where it has to, it cuts blocks too
         atoms = split_points(recorded, *whole)
-        if len(atoms) - sum(atom.module in refused for atom in atoms[1:]) >= made.stages:
+        if len(atoms) - sum(atom.module in given_up for atom in atoms[1:]) >= made.stages:
             break
-    if len(atoms) == made.stages - 1 and _has_work_before(recorded, atoms) and not refused:
+    if len(atoms) == made.stages - 1 and _has_work_before(recorded, atoms) and not given_up:
         return tuple(atom.module for atom in atoms)  # what is called several times comes first
-    if len(atoms) - sum(atom.module in refused for atom in atoms[1:]) < made.stages:
+    if len(atoms) - sum(atom.module in given_up for atom in atoms[1:]) < made.stages:
         several = f"{len(atoms)} modules" if len(atoms) > 1 else "one module"
         problem = f"has {made.stages} stages, and the model has only {several} at which"
         problem += " a stage can begin"
@@ -292,7 +304,7 @@ def _points(
     starts = partition(
         costs,
         made.stages,
-        crossing=[math.inf if atom.module in refused else 0.0 for atom in atoms],
+        crossing=[math.inf if atom.module in given_up else 0.0 for atom in atoms],
         placement=made.placement if made.stages > made.ranks else None,
     )
     return tuple(atoms[i].module for i in starts[1:])

@@ -167,6 +167,7 @@ class _PipelineRun:
             tuple[int, int], tuple[dict[int, Tensor], Tensor | Roots | None, dict[int, Tensor]]
         ] = {}
         self.deferred: dict[tuple[int, int], DeferredWeightGrad] = {}
+        self.newest: dict[int, int] = {}  # stage -> the microbatch of its latest forward
         self.absent: dict[
             int, int
         ] = {}  # value -> microbatches in which no gradient came back over it
@@ -224,6 +225,7 @@ class _PipelineRun:
         pipeline, (_, stage, microbatch) = self.pipeline, step.action
         received = {value: self.get(value, microbatch) for value in pipeline._gets[stage]}
         made, loss = self.work.forward(stage, microbatch, received)
+        self.newest[stage] = microbatch
         for message, peers in step.sends:
             assert pipeline.transport is not None
             pipeline.transport.send(message, made[message.value], peers)
@@ -268,7 +270,7 @@ class _PipelineRun:
                 roots.append(root)
                 grads.append(known)
         needing = {value: leaf for value, leaf in received.items() if leaf.requires_grad}
-        with _read_as_saved():
+        with _read_as_saved(self.newest.get(stage, microbatch) != microbatch):
             if (stage, microbatch) in pipeline._split:
                 found, self.deferred[stage, microbatch] = backward_inputs(
                     roots, grads, list(needing.values())
@@ -295,13 +297,13 @@ class _PipelineRun:
 
 
 @contextmanager
-def _read_as_saved() -> Iterator[None]:
+def _read_as_saved(overtaken: bool) -> Iterator[None]:
     """Around a backward. Where one microbatch runs at a time, it may read a buffer that the next
-    forward changes."""
+    forward changes. `overtaken`: the stage has run the forward of another microbatch since."""
     try:
         yield
     except RuntimeError as problem:
-        if "modified by an inplace operation" not in str(problem):
+        if not overtaken or "modified by an inplace operation" not in str(problem):
             raise
         raise UnsupportedModel(
             "model",
