@@ -23,6 +23,7 @@ from tests.verification.nets_of_repositories import REPOSITORIES
 from tests.verification.nets_of_the_web import WEB
 from tests.verification.nets_of_tutorials import TUTORIALS
 from tests.verification.nets_of_visitors import VISITORS
+from tests.verification.nets_with_gradients import WITH_GRADIENTS
 from tests.verification.nets_with_quirks import QUIRKS
 from weft.core.errors import Refusal
 from weft.verification.compare import check_layout
@@ -30,6 +31,7 @@ from weft.verification.mixing import mixed_samples
 
 NETS = FIRST | PAPERS | QUIRKS | FAMILIES | TUTORIALS | REPOSITORIES | ARCHITECTURES | EDGES | WEB
 NETS |= LAYERS_IN_PARTS | PUBLIC_CODE | GITHUB | PRACTICE | VISITORS | LABORATORIES
+NETS |= WITH_GRADIENTS
 LAYOUTS = ("dp2", "fsdp2", "tp2", "pp2", "dp2.tp2")
 TP = ("tp2", "dp2.tp2")
 SAMPLES = ("dp2", "fsdp2", "dp2.tp2")  # ranks have other samples
@@ -67,16 +69,16 @@ REFUSED: dict[tuple[str, str], str] = {
     ("glow", "dp2"): "flows.0.initialized is changed by the model's forward, as",
     ("glow", "dp2.tp2"): "flows.0.initialized is changed by the model's forward, as",
     ("root-experts", "pp2"): "into Python: `if rows.any",
-    **{
-        (name, at): "computes gradients through modules that are sharded"
-        for name in ("hamiltonian", "burgers", "meta-sgd")
-        for at in TP
-    },
+    **{("meta-sgd", at): "does not run: The size of tensor a" for at in TP},  # rates per weight
     ("burgers", "pp2"): "the model has only one module at which",
     ("meta-sgd", "pp2"): "the model has only one module at which",
     ("neural-process", "pp2"): "Give the distribution validate_args=False",
     ("rainbow", "pp2"): "the forward of another microbatch has changed in place since",
-    ("hamiltonian", "pp2"): "made by something that is no PyTorch function",
+    **{
+        (name, "pp2"): "asks for a gradient through modules of several stages"
+        for name in ("hamiltonian", "kdv", "forces")
+    },
+    ("critic", "pp2"): "the model has only one module at which",
     ("stochastic-depth", "pp2"): "into Python",
     **{("lazy", at): "no shape before the first forward" for at in LAYOUTS},
     **{("made-later", at): "is made by the first forward" for at in LAYOUTS},

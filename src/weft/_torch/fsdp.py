@@ -3,7 +3,7 @@ backward comes in parts, and FSDP2 has no public way to be told."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -52,6 +52,49 @@ def _telling(
         after(*unused)
 
     return post_backward
+
+
+class ForwardGradients:
+    """Keeps units whole from the first gradient that a forward asks for, as by
+    `torch.autograd.grad`, until `release`, and reduces none of their gradients before. FSDP2 takes
+    the end of that backward for the end of the step's, and frees weights that the rest of the
+    forward reads, and the gradient of the gradient.
+
+    `in_forward`: whether a forward runs.
+    """
+
+    def __init__(self, modules: Iterable[FSDPModule]):
+        self.in_forward = self._kept = False
+        for module in modules:
+            for group in fully_shard.state(module)._fsdp_param_groups:  # type: ignore[attr-defined]
+                self._watch(group)
+
+    def release(self) -> bool:
+        """No backward reads the weights any more. Returns whether units were kept: `end_backward`
+        is due, or `reshard` if there was no backward."""
+        kept, self._kept, self.in_forward = self._kept, False, False
+        return kept
+
+    def _watch(self, group: Any) -> None:
+        pre_backward, post_backward, reshard = (
+            group.pre_backward,
+            group.post_backward,
+            group.reshard,
+        )
+
+        def begin(*args: Any) -> None:
+            self._kept |= self.in_forward
+            pre_backward(*args)
+
+        def end(*unused: Any) -> None:
+            if not (self.in_forward or self._kept):
+                post_backward(*unused)
+
+        def free() -> None:
+            if not self._kept:
+                reshard()
+
+        group.pre_backward, group.post_backward, group.reshard = begin, end, free
 
 
 def adopt_parameters(module: FSDPModule) -> None:

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from weft._torch.fsdp import end_backward, forget_forwards, mark_idle, reduced_like
+from weft._torch.fsdp import (
+    ForwardGradients,
+    end_backward,
+    forget_forwards,
+    mark_idle,
+    reduced_like,
+)
 from weft.core import Action, FSDPUnit, Plan
 
 
@@ -39,6 +45,7 @@ class FSDPUnits:
         self.units = list(_units(model, plan))
         self._root = next((u.module for u in self.units if u.module is model), None)
         self._staged = plan.staging is not None
+        self._in_forward = ForwardGradients(u.module for u in self.units)
         self._depth, self._order = plan.fsdp_prefetch, _UnitOrder(self.units)
         self._to_learn: set[int | None] = set()  # stages whose order of units is not known
         if self._depth is not None:
@@ -56,11 +63,15 @@ class FSDPUnits:
         """The modules that are gathered when they are called."""
         return [name for unit in self.units for name in (unit.name, *unit.gather.beside)]
 
+    def before_forward(self) -> None:
+        self._in_forward.in_forward = True
+
     def before(self, action: Action, last: bool, split: bool) -> None:
-        """`last`: of this stage's actions that leave gradients of weights. `split`: B comes without
-        these."""
+        """Before B or W. `last`: of this stage's actions that leave gradients of weights. `split`:
+        B comes without these."""
         if not self.units:
             return
+        self._in_forward.in_forward = False
         if action.kind == "B":
             self._prefetch_ahead(action.stage)
             for unit in self._of(action.stage):
@@ -75,24 +86,29 @@ class FSDPUnits:
                     unit.module.unshard()
 
     def after(self, action: Action, last: bool) -> None:
+        if not self._staged and self._in_forward.release():
+            end_backward(self.units[0].module)
         if action.kind == "W":
             due = [u for u in self._of(action.stage) if last or u.gather.reduced == "microbatch"]
             self._reduce(due, last)
 
     def finish(self) -> None:
         """All backwards of the step are done."""
-        self._reduce([u for u in self.units if u.stage is None], True)
+        kept = self._in_forward.release()
+        self._reduce([u for u in self.units if kept or u.stage is None], True)
         self._keep()
 
     def reshard(self) -> None:
         """No backward follows a forward: let go of what it gathered. Weights may be loaded before
         the next one."""
+        self._in_forward.release()
         for unit in self.units:
             mark_idle(unit.module)  # a stage's forward is left before the root's ends
             unit.module.reshard()
 
     def forget_forwards(self) -> None:
         """No backward follows the forwards so far, before others that one follows."""
+        self._in_forward.release()
         for unit in self.units:
             forget_forwards(unit.module)
 

@@ -46,6 +46,7 @@ class Inference:
 
     def _begin(self) -> None:
         self.stages.model.eval()
+        self.units.before_forward()
         if self.stages.low is not None:
             self.stages.low.refresh()
 

@@ -117,22 +117,17 @@ def _dim(placement: Placement) -> int:
 
 
 class _Cross(torch.autograd.Function):
+    """Each way's derivative is the other way, so gradients may be differentiated again."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, ways: Ways) -> Tensor:
-        forward, ctx.back = ways
-        return x.view_as(x) if forward is None else forward(x)
+        there, back = ways
+        ctx.ways = back, there
+        return x.view_as(x) if there is None else there(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        if torch.is_grad_enabled():  # to be differentiated again, which this is not made for
-            raise UnsupportedModel(
-                "model",
-                "create_graph=True",
-                "the forward computes gradients through modules that are sharded over ranks, and"
-                " these gradients cannot be differentiated again",
-                'use dp or fsdp, or declare these modules "whole" in [roles]',
-            )
-        return grads[0] if ctx.back is None else ctx.back(grads[0]), None
+        return _Cross.apply(grads[0], ctx.ways), None
 
 
 class Crossing:

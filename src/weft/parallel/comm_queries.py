@@ -34,6 +34,8 @@ class BoundaryShape:
     # leaves does
     needing: int | None = None
     giving: int | None = None
+    # how often backward goes through gradients of what enters, and of what leaves
+    differentiated: tuple[int, int] = (0, 0)
     # of logits: labels of each cross-entropy that reads them, for one sample; None: one, which has
     # a label for each row
     labels: tuple[float, ...] | None = None
@@ -58,12 +60,15 @@ class CallSizes:
     """How often the forward of a batch calls a module. `sizes`: where these differ or depend on
     data, how many elements enter and leave in each call on this rank, over all microbatches.
     `regathered`: how often the backward of a microbatch gathers a unit of FSDP2. `again`: how often
-    the model itself enters and leaves the module again in the backward of a microbatch."""
+    the model itself enters and leaves the module again in the backward of a microbatch. `kept`: how
+    often a microbatch gathers a unit of a model whose forward asks for gradients, and which stays
+    whole from then on."""
 
     count: int = 1
     sizes: tuple[tuple[int, int], ...] = ()
     regathered: int = 0
     again: tuple[int, int] = (0, 0)
+    kept: int | None = None
 
 
 @dataclass(frozen=True)

@@ -239,7 +239,10 @@ def _crossing(
                     yield Collective(kind, axis, nbytes, when, step.module)
                     for _ in range(again if when == "forward" else 0):
                         yield Collective(kind, axis, nbytes, "recompute", step.module)
-                if when == "forward":  # by the model itself
+                if when == "forward":
+                    for nbytes in each[:1] * crossing.differentiated[0 if entry else 1]:
+                        yield Collective(kind, axis, nbytes, "backward", step.module)
+                    # by the model itself
                     backwards = plan.backwards(plan.stage_of(step.module), microbatch)
                     own = called.again[0 if entry else 1] * backwards
                     own *= plan.accumulate if called.sizes else 1

@@ -144,6 +144,9 @@ def gather_comms(
             "use": plan.accumulate * _count(step.module, calls) * (1 + plan.runs_forward_twice)
             + used.get(step.module, 0),
         }
+        kept = calls[step.module].kept if calls and step.module in calls else None
+        if kept is not None:
+            uses["use"] = plan.accumulate * kept
         for _ in range(uses[gather.gathered]):
             yield Collective("all_gather", gather.axis, gathered, "gather", step.module)
         for _ in range(plan.accumulate if gather.reduced == "microbatch" else 1):

@@ -248,6 +248,13 @@ class _StageSplitter:
             )
         if self.path.first_stage(number) >= stage or number in needed[stage]:
             return
+        if event.name == "grad" and not event.call:  # torch.autograd's
+            raise self.path.refusal(
+                stage,
+                f"{event.line} asks for a gradient through modules of several stages:"
+                f" `{event.text}`",
+                "use dp, fsdp or tp",
+            )
         if (t.home and not self._is_local(number)) or born is None:
             why = t.home or WRITTEN_BY_EVERY_STAGE
             at = self.path.writers.get(number, [t.birth])[0]
@@ -303,15 +310,15 @@ class _StageSplitter:
                 )
                 or "a weight"
             )
-            problem = self.path.refusal(
-                stage + 1,
+            raise ReadsValue(
+                "pipeline.cut",
+                self.path.points[stage],
                 f"{event.line} reads {value} into Python: `{event.text}`, and every later stage"
                 " runs this line without that value",
                 "give the distribution validate_args=False, or cut before it is made"
                 if event.checks
                 else "read it inside of a module that is not cut, or cut before it is made",
             )
-            raise ReadsValue(problem.field, problem.value, problem.problem, problem.fix)
         if event.reshapes and not event.call:
             raise self.path.refusal(
                 stage + 1,

@@ -55,6 +55,9 @@ class ActivationRecorder:
     routings: list[RoutingCall] = field(default_factory=list)
     asked: list[GateQuery] = field(default_factory=list)
     inside: list[str] = field(default_factory=list)  # the modules that run now, the innermost last
+    # when the forward first asked for a gradient: how often each module had been called, and those
+    # that ran
+    at_gradient: tuple[Counter[str], frozenset[str]] | None = None
 
     def ask(self, what: str, size: int) -> None:
         """A gate asks this of all tokens."""
@@ -177,6 +180,7 @@ def record_activations(
             bool(giving),
             needing,
             giving,
+            differentiated=before.differentiated if before else (0, 0),
             further=_further((*args, *kwargs.values()), entered, samples),
         )
         place = len(trace.forward) - 1
@@ -199,14 +203,20 @@ def record_activations(
             for each in (tensor,) if base is None or id(base) in given else (tensor, base):
                 if each.requires_grad:
                     each.register_hook(partial(come, name, place, needs, count(1)))
+        entered = first_tensor((*args, *kwargs.values()))
+        if entered is not None and entered.requires_grad:
+            entered.register_hook(partial(follow, name, True, False))
 
-    def come(name: str, place: int, needs: bool, passes: Iterator[int], _: Tensor) -> None:
+    def come(name: str, place: int, needs: bool, passes: Iterator[int], grad: Tensor) -> None:
         """Backward comes to a call: once, but for models that solve in backward (deep equilibrium,
-        Bai et al. 2019). `passes`: of the tensor by which it comes."""
+        Bai et al. 2019) or ask for gradients in the forward. `passes`: of the tensor by which it
+        comes."""
         if next(passes) <= came[place]:
             return  # by another tensor of this call
         came[place] += 1
         trace.reached.add(place)
+        if trace.at_gradient is None and in_forward():
+            trace.at_gradient = Counter(trace.calls), frozenset(trace.inside)
         crossing = trace.crossings[name]
         needing, giving = (crossing.needing or 0) + needs, (crossing.giving or 0) + 1
         trace.crossings[name] = replace(
@@ -216,12 +226,35 @@ def record_activations(
             needing=needing,
             giving=giving,
         )
+        follow(name, False, False, grad)
 
-    def back(name: str, grad: Tensor) -> None:
+    def follow(name: str, entry: bool, forward: bool, grad: Tensor) -> None:
+        """A gradient has come to what enters a call, or leaves it. If the forward has asked for it,
+        backward may come to the gradient in turn. `forward`: that gradient has gone the way of the
+        forward, as every second derivative does, so the next goes back."""
+        if grad.requires_grad:
+            grad.register_hook(partial(differentiate, name, entry, not forward))
+
+    def differentiate(name: str, entry: bool, forward: bool, grad: Tensor) -> None:
+        crossing = trace.crossings[name]
+        enters, leaves = crossing.differentiated
+        if forward:
+            crossing = replace(crossing, differentiated=(enters + entry, leaves + (not entry)))
+        elif entry:
+            crossing = replace(crossing, needing=(crossing.needing or 0) + 1)
+        else:
+            crossing = replace(crossing, giving=(crossing.giving or 0) + 1)
+        trace.crossings[name] = crossing
+        follow(name, entry, forward, grad)
+
+    def in_forward() -> bool:
+        """Whether a forward runs, so that it asks for the gradients that come."""
         kind, _ = now()
         # a stage's forward is left before the modules around it end
-        in_forward = kind == "F" or (not kind and bool(trace.inside))
-        if not in_forward:  # else the forward itself asks for it
+        return kind == "F" or (not kind and bool(trace.inside))
+
+    def back(name: str, grad: Tensor) -> None:
+        if not in_forward():
             keep(trace.gradients, trace.backward, name, grad)
 
     def seen(name: str, args: tuple, kwargs: dict, output: Any) -> None:

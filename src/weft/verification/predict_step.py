@@ -166,7 +166,10 @@ def _module_calls(
     tokens that chose it."""
     again = _regathered(_unit_calls(plan, whole))
     repeated = {n: (whole.called_again[n], whole.left_again[n]) for n in whole.calls}
-    found = {n: CallSizes(count, (), again[n], repeated[n]) for n, count in whole.calls.items()}
+    found = {
+        n: CallSizes(count, (), again[n], repeated[n], _kept(whole, n))
+        for n, count in whole.calls.items()
+    }
     for name, shapes in whole.shapes.items():
         crossing, mine = crossings[name], trace.shapes.get(name, [])
         chosen = any(name == each or is_inside(name, each) for each in plan.chosen)
@@ -188,6 +191,17 @@ def _module_calls(
             count = len(shapes) if sizes else 0
             found[name] = replace(found[name], count=count, sizes=sizes)
     return found
+
+
+def _kept(whole: ActivationRecorder, name: str) -> int | None:
+    """How often a microbatch gathers a unit that is whole from the first gradient on that the
+    forward asks for: at each call before, and once after, unless it runs then."""
+    if whole.at_gradient is None:
+        return None
+    called, running = whole.at_gradient
+    reached = any(whole.forward[place] == name for place in whole.reached)
+    later = name not in running and (reached or whole.calls[name] > called[name])
+    return called[name] + later
 
 
 def _call_sizes(

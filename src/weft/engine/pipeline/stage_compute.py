@@ -297,6 +297,7 @@ class TrainingCompute:
                 self.offload.begin_forward((stage, microbatch))
             place = (microbatch, self._data, stage) if stage else (microbatch, self._data)
             self._generator.manual_seed(mix_key(self.randomness.seed, self.step, *place) % 2**63)
+            self.units.before_forward()
             return
         if self.versions is not None and kind in ("B", "W"):
             self._held.enter_context(self.versions.of(stage, microbatch))
