@@ -8,7 +8,8 @@ Two marks, both for tests that are many or long, never for the only test of some
   least once, but not each with each. `grid(n)`: n of these cases, where each takes long.
 
 CI (`./test.sh --slow`) runs the slow tests too, and of a `grid(n)` all cases that a word needs; of
-a `grid(n, ci=m)`, where these would take minutes, m of them.
+a `grid(n, ci=m)`, where these would take minutes, m of them. What is `slow(ci=False)` runs with
+`--all` alone: a minute or more, and CI has a shorter test of the same thing.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def sample(items: Sequence[Any], slow: bool) -> tuple[list[Any], list[Any]]:
     kept, left_out = [], []
     for item in items:
         in_grid = item.nodeid.partition("[")[0] in grids
-        quick = slow or not item.get_closest_marker("slow")
+        mark = item.get_closest_marker("slow")
+        quick = mark is None or (slow and mark.kwargs.get("ci", True))
         (kept if quick and (not in_grid or item.nodeid in chosen) else left_out).append(item)
     return kept, left_out

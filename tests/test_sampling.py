@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from tests.sampling import cover, words
+from dataclasses import dataclass
+
+import pytest
+
+from tests.sampling import cover, sample, words
 
 
 def test_a_case_is_made_of_words() -> None:
@@ -23,3 +27,21 @@ def test_fewer_are_those_with_the_most_words() -> None:
     assert cover(cases, 1) == [1]
     assert cover(cases, 2) == [1, 2]
     assert cover(cases, 9) == cover(cases)
+
+
+@dataclass
+class Item:
+    """What `sample` looks at of a pytest item."""
+
+    nodeid: str
+    mark: pytest.MarkDecorator | None = None
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return self.mark.mark if self.mark is not None and self.mark.name == name else None
+
+
+def test_ci_leaves_out_what_is_too_long_for_it() -> None:
+    short, slow = Item("short"), Item("slow", pytest.mark.slow)
+    long = Item("long", pytest.mark.slow(ci=False))
+    assert sample([short, slow, long], slow=False) == ([short], [slow, long])
+    assert sample([short, slow, long], slow=True) == ([short, slow], [long])

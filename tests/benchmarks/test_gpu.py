@@ -15,6 +15,7 @@ import torch
 RUN = Path(__file__).parents[2] / "benchmarks" / "gpu" / "run.py"
 
 
+@pytest.mark.slow(ci=False)
 @pytest.mark.timeout(900)  # 40 s of work, on a machine that may do other things
 def test_every_part_runs_small(tmp_path: Path) -> None:
     command = [sys.executable, str(RUN), "--small", "--out", str(tmp_path)]

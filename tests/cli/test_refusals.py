@@ -305,7 +305,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
             "verify small.toml --set trian.steps=3",
             "trian = {'steps': 3}: is not a key of a run file. Did you mean \"train\"?",
         ),
-        ("verify small.toml --world 521", "tp521 is refused"),
+        ("verify small.toml --world 257", "tp257 is refused"),
         (
             "train tokens.toml --set data.at=0",
             "batch['input_ids'] = 35: tokens has 32 rows, for tokens from 0 to 31. Give the model"

@@ -52,7 +52,7 @@ def write_model(folder: Path) -> None:
     transformers.BertForMaskedLM(config).save_pretrained(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=False)
 @pytest.mark.timeout(600)
 def test_the_page_trains_a_text_classifier(tmp_path: Path) -> None:
     for item in refresh.read(ROOT / "docs" / "recipes.md"):

@@ -92,9 +92,9 @@ FORWARD = {"gather + matmul": 2, "matmul + scatter": 2}
 SUMMED = {"gather + matmul": 2, "scatter": 2}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=False)
 @pytest.mark.timeout(900)
-@pytest.mark.grid(1, ci=1)
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("name", "layout", "options", "backward"),
     [

@@ -82,3 +82,42 @@ def test_what_data_choose(kind: type[Base], chosen: tuple[str, ...]) -> None:
 def test_a_list_of_experts_is_chosen_from() -> None:
     model = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2)])})
     assert chosen_modules(model) == ("experts.0",)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.count = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), 2
+
+
+class Soft(Mixture):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([expert(x[:, i]) for i, expert in enumerate(self.experts)], 1)
+
+
+class SoftByNumber(Mixture):
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for i in range(self.count):
+            out = out + x[:, i : i + 1] * self.experts[i](x)
+        return out
+
+
+class Hit(Mixture):
+    def forward(self, x: Tensor) -> Tensor:
+        hit = x.argmax(1)
+        for i in hit:
+            x = self.experts[i](x)
+        return x
+
+
+class Some(Mixture):
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(e(x) for i, e in enumerate(self.experts) if x[:, i].any())  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    "kind, all_called", [(Soft, True), (SoftByNumber, True), (Hit, False), (Some, False)]
+)
+def test_experts_may_all_be_called(kind: type[Mixture], all_called: bool) -> None:
+    assert (chosen_modules(kind()) == ()) is all_called

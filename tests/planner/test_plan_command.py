@@ -282,7 +282,7 @@ def test_a_search_says_that_it_has_its_own_schedules(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow(ci=False)
 def test_a_schedule_that_is_not_named_is_the_best_there_is(tmp_path: Path) -> None:
     run, sheet = files(tmp_path, model__layers=16, model__dim=512, train__batch=64)
 

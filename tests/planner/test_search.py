@@ -185,7 +185,7 @@ def test_no_candidate_comes_twice() -> None:
     assert len(np.unique(np.stack(columns, 1), axis=0)) == len(found)
 
 
-@pytest.mark.grid(1, ci=2)
+@pytest.mark.grid(1, ci=1)
 @pytest.mark.parametrize(
     ("routed", "world", "without"), [(False, 4, ""), (True, 4, "pp"), (False, 8, "pp")]
 )

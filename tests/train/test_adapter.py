@@ -146,7 +146,7 @@ def test_modules_that_are_trained_whole_go_with_it(tmp_path: Path, base: Path) -
     assert not torch.equal(whole.lm_head.weight, head)
 
 
-@pytest.mark.grid(1, ci=2)
+@pytest.mark.grid(1, ci=1)
 @pytest.mark.parametrize("kind", ["LORA", "LOHA", "IA3"])
 def test_every_layout_equals_one_device(tmp_path: Path, base: Path, kind: str) -> None:
     """Verified in float64, and trained, with the trial before the first step."""

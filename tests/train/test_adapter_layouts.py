@@ -79,7 +79,7 @@ def test_a_transposed_base_is_divided_as_its_factors_are(tmp_path: Path) -> None
     assert row["lora_A.default.weight"] == 1 and row["lora_B.default.weight"] is None
 
 
-@pytest.mark.grid
+@pytest.mark.grid(1, ci=1)
 @pytest.mark.parametrize("family", ADAPTERS)
 def test_every_layout_equals_one_device(tmp_path: Path, family: str) -> None:
     """Verified in float64, with dropout before A."""

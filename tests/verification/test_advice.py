@@ -450,13 +450,13 @@ def follow(pool: Any, one: Advice) -> None:
         assert after.passed, (layout, after)
 
 
-@pytest.mark.grid(ci=12)
+@pytest.mark.grid(ci=8)
 @pytest.mark.parametrize("name", ADVICE)
 def test_followed(pool: Any, name: str) -> None:
     follow(pool, ADVICE[name])
 
 
-@pytest.mark.grid(3, ci=2)
+@pytest.mark.grid(1, ci=1)
 @pytest.mark.parametrize("name", OF_FAMILIES)
 def test_followed_in_a_family(pool: Any, name: str) -> None:
     pytest.importorskip("transformers")
@@ -553,7 +553,7 @@ def test_one_module_is_no_reason_to_refuse(pool: Any, name: str) -> None:
         assert "blocks.1.attention.out_proj.weight" in cut
 
 
-@pytest.mark.grid(4, ci=3)
+@pytest.mark.grid(2, ci=1)
 @pytest.mark.parametrize("name", DIVIDED)
 def test_a_family_needs_no_advice(pool: Any, name: str) -> None:
     pytest.importorskip("transformers")

@@ -40,15 +40,46 @@ def called_by_data(model: nn.Module, name: str) -> bool:
     owner = model.get_submodule(around)
     if isinstance(owner, (nn.ModuleList, nn.ModuleDict)):
         around, _, leaf = around.rpartition(".")
-        if "expert" in leaf.lower():
-            return True
         owner = model.get_submodule(around)
+        if "expert" in leaf.lower():
+            return not _all_called(type(owner), leaf)  # type: ignore[arg-type]
     return _chosen_in(type(owner), leaf)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=4096)
 def _chosen_in(kind: type[nn.Module], leaf: str) -> bool:
     return any(_is_conditional(call) for call in _calls(class_tree(kind), leaf))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=4096)
+def _all_called(kind: type[nn.Module], leaf: str) -> bool:
+    """Whether a class calls every module of a list, as the experts of a soft mixture are: in loops
+    over the list, or over numbers that data do not change."""
+    tree = class_tree(kind)  # type: ignore[arg-type]
+    calls = [*_calls(tree, leaf)]
+    numbers = {
+        n.id
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.For, ast.comprehension)) and _is_fixed_range(node.iter)
+        for n in ast.walk(node.target)
+        if isinstance(n, ast.Name)
+    }
+
+    def counted(node: ast.AST) -> bool:
+        if not _is_item(node, leaf):
+            return True
+        return isinstance(node.slice, ast.Name) and node.slice.id in numbers  # type: ignore[attr-defined]
+
+    items = (node for node in ast.walk(tree) if isinstance(node, ast.Subscript))
+    return bool(calls) and all(map(counted, items)) and not any(map(_is_conditional, calls))
+
+
+def _is_fixed_range(node: ast.AST) -> bool:
+    """`range` of constants, and of the module's own attributes."""
+    named = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    if not named or node.func.id != "range":  # type: ignore[attr-defined]
+        return False
+    return all(isinstance(n, ast.Constant) or _is_of_self(n) for n in node.args)  # type: ignore[attr-defined]
 
 
 def _reads_by_data(module: nn.Module) -> bool:
@@ -114,7 +145,7 @@ def _calls(tree: ast.AST, leaf: str) -> Iterator[ast.Call]:
     names = set[str]()
     for node in ast.walk(tree):
         targets: list[ast.expr] = []
-        if isinstance(node, ast.For) and _mentions(node.iter, leaf):
+        if isinstance(node, (ast.For, ast.comprehension)) and _mentions(node.iter, leaf):
             targets = [node.target]
         elif isinstance(node, ast.Assign) and _is_item(node.value, leaf):
             targets = node.targets
@@ -147,9 +178,15 @@ def _is_conditional(use: ast.AST) -> bool:
             return True
         if isinstance(around, ast.For) and _of_data(around.iter):
             return True
+        if any(map(_chooses, getattr(around, "generators", ()))):
+            return True
         if isinstance(around, (ast.For, ast.While)) and any(map(_leaves, around.body)):
             return True
     return False
+
+
+def _chooses(comprehension: ast.comprehension) -> bool:
+    return any(map(_of_data, (comprehension.iter, *comprehension.ifs)))
 
 
 def _leaves(statement: ast.AST) -> bool:
