@@ -689,6 +689,9 @@ QUESTIONS = [
         ("微调需要多少数据", FAQ, "how-much-data", "约 1,000 条好的对话"),
         ("多卡推理", FAQ, "does-weft-do-inference", "没有推理服务"),
         ("怎么扩展上下文长度 rope", FAQ, "how-do-i-extend", "覆盖它的 `config.json`"),
+        ("which rank for PowerSGD", "systems/compression", "what-it-does", "rank 16 takes 645"),
+        ("fine-tune llama with chat template only loss on assistant", "fine_tuning",
+         "conversations", "on the assistant's answers alone"),
     ]
 ]  # fmt: skip
 
