@@ -20,6 +20,7 @@ from tests.verification.nets_of_papers import PAPERS
 from tests.verification.nets_of_practice import PRACTICE, SAINT_NET, TIMES_NET
 from tests.verification.nets_of_public_code import PUBLIC_CODE
 from tests.verification.nets_of_repositories import REPOSITORIES
+from tests.verification.nets_of_research import RESEARCH
 from tests.verification.nets_of_the_web import WEB
 from tests.verification.nets_of_tutorials import TUTORIALS
 from tests.verification.nets_of_visitors import VISITORS
@@ -31,7 +32,7 @@ from weft.verification.mixing import mixed_samples
 
 NETS = FIRST | PAPERS | QUIRKS | FAMILIES | TUTORIALS | REPOSITORIES | ARCHITECTURES | EDGES | WEB
 NETS |= LAYERS_IN_PARTS | PUBLIC_CODE | GITHUB | PRACTICE | VISITORS | LABORATORIES
-NETS |= WITH_GRADIENTS
+NETS |= WITH_GRADIENTS | RESEARCH
 LAYOUTS = ("dp2", "fsdp2", "tp2", "pp2", "dp2.tp2")
 TP = ("tp2", "dp2.tp2")
 SAMPLES = ("dp2", "fsdp2", "dp2.tp2")  # ranks have other samples

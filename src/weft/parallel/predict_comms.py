@@ -224,7 +224,7 @@ def _crossing(
             each = [nbytes] * called.count
             if called.sizes:
                 numels = (sizes[0 if entry else 1] for sizes in called.sizes)
-                each = [numel // max(1, given) * last * itemsize for numel in numels]
+                each = [numel * last // max(1, given) * itemsize for numel in numels]
             for move, when in ((forward, "forward"), (backward, "backward")):
                 kind = collective(*move)
                 if kind is None or (
