@@ -147,11 +147,13 @@ def log_optimal_transport(scores, alpha, iters):
 class SuperGlue(nn.Module):
     """Sarlin et al. 2020: self and cross attention in turn, then Sinkhorn's iterations."""
 
-    default_config = {"descriptor_dim": 16, "GNN_layers": ["self", "cross"] * 2, "iterations": 10}
-
-    def __init__(self, config=None):
+    def __init__(self):
         super().__init__()
-        self.config = {**self.default_config, **(config or {})}
+        self.config = {
+            "descriptor_dim": 16,
+            "GNN_layers": ["self", "cross"] * 2,
+            "iterations": 10,
+        }
         dim = self.config["descriptor_dim"]
         self.kenc = mlp1d([3, 8, dim])
         self.layers = nn.ModuleList(
