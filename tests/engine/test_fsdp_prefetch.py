@@ -186,7 +186,7 @@ PARITY = [
 ]
 
 
-@pytest.mark.grid(4, ci=5)
+@pytest.mark.grid(3, ci=3)
 @pytest.mark.parametrize(("name", "layout", "more"), PARITY)
 def test_prefetch_changes_no_number_and_no_collective(
     pool: Any, name: str, layout: str, more: dict[str, Any]

@@ -46,7 +46,6 @@ from weft.train.stop_request import StopRequest
 from weft.verification.compare import check_layout
 from weft.verification.reference import Reference
 
-pytestmark = pytest.mark.grid
 TIMEOUT_S, SHORT_S = 180.0, 20.0
 
 VERIFIED: dict[str, Subject] = {
@@ -94,6 +93,7 @@ def verified(name: str, layout: str, alone: Reference, *left_out: Mutant) -> str
     return "" if result.passed else str(result.first or result.problem or result.stray or "numbers")
 
 
+@pytest.mark.grid(12, ci=12)
 @pytest.mark.parametrize(("name", "layout"), PAIRS)
 def test_late_messages_change_nothing(pool: Pool, name: str, layout: str) -> None:
     alone, world = held_to(VERIFIED[name], layout), weft.Layout.parse(layout).world
@@ -230,6 +230,7 @@ def other(pool: Pool, name: str, late: bool, *left_out: Mutant) -> list[dict[str
     return pool.run(run_other, *arguments, world=OTHERS[name][0], timeout=timeout)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_rest_is_as_without_late_messages(pool: Pool, name: str) -> None:
     assert differing(other(pool, name, True), other(pool, name, False)) == []
@@ -511,6 +512,7 @@ def right(name: str, pool: Pool) -> list[dict[str, Tensor]]:
     return other(pool, name, False)
 
 
+@pytest.mark.grid(12, ci=12)  # some end by a timeout
 @pytest.mark.parametrize("name", WAITS)
 def test_a_wait_that_is_left_out_is_seen(pool: Pool, name: str) -> None:
     where, mutant = WAITS[name]

@@ -184,6 +184,7 @@ def holds(pool: Any, subject: Subject, layout: str) -> None:
     assert result.passed, (result.first, result.stray, result.problem, result)
 
 
+@pytest.mark.grid(6, ci=8)
 @pytest.mark.parametrize("layout", ["tp2", "tp2+sequence", "fsdp2.tp2"])
 @pytest.mark.parametrize("kind", CUT)
 def test_cut_and_equal_to_one_device(pool: Any, kind: type[Attention], layout: str) -> None:

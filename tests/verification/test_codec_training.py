@@ -127,7 +127,7 @@ MUTANTS: dict[str, tuple[tuple[str, str, str, str], str]] = {
 }
 
 
-@pytest.mark.grid(2, ci=3)
+@pytest.mark.grid(2, ci=1)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_fault_is_seen(int8: TrainingDefinition, tmp_path: Path, name: str) -> None:
     change, sees = MUTANTS[name]

@@ -41,7 +41,7 @@ def defined(tmp_path_factory: pytest.TempPathFactory) -> TrainingDefinition:
 LAYOUTS = [("pp2", "stash"), ("pp2.dp2", "stash"), ("pp2", "2bw"), ("pp2", "vertical")]
 
 
-@pytest.mark.grid(1, ci=2)
+@pytest.mark.grid(1, ci=1)
 @pytest.mark.parametrize(("layout", "versions"), LAYOUTS)
 def test_a_pipeline_trains_with_its_delays(tmp_path: Path, layout: str, versions: str) -> None:
     """And goes on from a checkpoint: on one device without delays, and from there with them."""
@@ -120,7 +120,7 @@ def wrong(defined: TrainingDefinition, folder: Path, *mutants: Mutant) -> list[P
     return [proof for proof in proofs if not proof.equal]
 
 
-@pytest.mark.grid(2, ci=3)
+@pytest.mark.grid(2, ci=2)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_fault_is_seen(defined: TrainingDefinition, tmp_path: Path, name: str) -> None:
     change, sees = MUTANTS[name]
