@@ -10,6 +10,7 @@ import pytest
 import weft
 from tests.cases import Subject, reference, seeded
 from tests.verification.nets import NETS as FIRST
+from tests.verification.nets_in_place import IN_PLACE
 from tests.verification.nets_of_architectures import ARCHITECTURES
 from tests.verification.nets_of_edges import EDGES
 from tests.verification.nets_of_families import FAMILIES
@@ -32,7 +33,7 @@ from weft.verification.mixing import mixed_samples
 
 NETS = FIRST | PAPERS | QUIRKS | FAMILIES | TUTORIALS | REPOSITORIES | ARCHITECTURES | EDGES | WEB
 NETS |= LAYERS_IN_PARTS | PUBLIC_CODE | GITHUB | PRACTICE | VISITORS | LABORATORIES
-NETS |= WITH_GRADIENTS | RESEARCH
+NETS |= WITH_GRADIENTS | RESEARCH | IN_PLACE
 LAYOUTS = ("dp2", "fsdp2", "tp2", "pp2", "dp2.tp2")
 TP = ("tp2", "dp2.tp2")
 SAMPLES = ("dp2", "fsdp2", "dp2.tp2")  # ranks have other samples
@@ -79,6 +80,7 @@ REFUSED: dict[tuple[str, str], str] = {
         (name, "pp2"): "asks for a gradient through modules of several stages"
         for name in ("hamiltonian", "kdv", "forces")
     },
+    ("preactivated", "fsdp2"): "blocks.0 changes in place what enters it",
     ("critic", "pp2"): "the model has only one module at which",
     ("stochastic-depth", "pp2"): "into Python",
     **{("lazy", at): "no shape before the first forward" for at in LAYOUTS},

@@ -3,6 +3,7 @@ backward comes in parts, and FSDP2 has no public way to be told."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from .tensors import view_base
+from .trees import tree_leaves
 
 
 def reduced_like(module: FSDPModule) -> Tensor | None:
@@ -52,6 +56,29 @@ def _telling(
         after(*unused)
 
     return post_backward
+
+
+def gather_for_views(module: nn.Module, unit: FSDPModule) -> None:
+    """FSDP2 gathers a unit in backward by a hook on its outputs, and warns that a view which is
+    changed in place afterwards loses that hook: hook the function that made the view's base, too.
+
+    Args:
+        module: the unit, or a module that is gathered with it.
+        unit: what was given to `fully_shard`, or the first of it.
+    """
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    state = fully_shard.state(unit)  # type: ignore[attr-defined]
+
+    def begin(grads: tuple[Tensor, ...]) -> None:
+        state._pre_backward(grads[0])
+
+    def hook(_: nn.Module, args: tuple, output: Any) -> None:
+        for tensor in tree_leaves(output, Tensor):
+            base = view_base(tensor)
+            if base is not None and base.grad_fn is not None:
+                base.grad_fn.register_prehook(begin)
+
+    module.register_forward_hook(hook)
 
 
 class ForwardGradients:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from weft._torch.fsdp import gather_for_views
 from weft.core import (
     COPY,
     DTYPES,
@@ -423,6 +424,8 @@ def _gather(plan: Plan, modules: dict[str, nn.Module], mesh: Mesh) -> None:
             mp_policy=_policy(plan),
             ignored_params=absent or None,
         )
+        for each in together:
+            gather_for_views(each, together[0])
         # gradients are summed, then divided once by the global weight
         unit: Any = together[0]
         unit.set_gradient_divide_factor(float(gather.copies))

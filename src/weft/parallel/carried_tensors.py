@@ -1,6 +1,11 @@
-"""Tensors that a unit of `fsdp` makes and does not return, as in `self.carry = self.up(x)`, which
-another module takes. FSDP2 gathers a unit's weights again when backward comes to what the unit
-returned: what it made after that comes before, and would meet weights that are not there."""
+"""What a unit of `fsdp` may not do with tensors.
+
+One that it makes and does not return, as in `self.carry = self.up(x)`, another module may take.
+FSDP2 gathers a unit's weights again when backward comes to what the unit returned: what it made
+after that comes before, and would meet weights that are not there.
+
+What enters a unit goes through an autograd function of FSDP2's, so autograd lets no unit change it
+in place."""
 
 from __future__ import annotations
 
@@ -23,10 +28,12 @@ from .without_elements import copy_without_elements, without_elements
 
 
 def check_carried_tensors(request: PlanRequest, steps: Iterable[Step]) -> None:
-    """Refuse a unit whose weights backward would need before FSDP2 has gathered them.
+    """Refuse a unit whose weights backward would need before FSDP2 has gathered them, and one that
+    autograd stops.
 
     Raises:
-        UnsupportedModel: something else takes what it made after what it returns.
+        UnsupportedModel: something else takes what a unit made after what it returns, or it changes
+            what enters it.
     """
     units = [s.module for s in steps if s.gather is not None and s.module]
     if request.sample is None or not units:
@@ -47,6 +54,15 @@ def check_carried_tensors(request: PlanRequest, steps: Iterable[Step]) -> None:
             carried.take(tree_leaves(model(**request.arguments()), Tensor))
     except Exception:  # the rest of it is not seen
         pass
+    for unit in carried.changing:
+        raise UnsupportedModel(
+            "layout",
+            str(request.layout),
+            f"{unit} changes in place what enters it, and autograd does not let a unit of fsdp do"
+            " so",
+            "write its first function without changing a tensor in place (inplace=False), or leave"
+            " fsdp out of the layout",
+        )
     for unit, reader in carried.found.items():
         raise UnsupportedModel(
             "layout",
@@ -59,19 +75,25 @@ def check_carried_tensors(request: PlanRequest, steps: Iterable[Step]) -> None:
 
 
 class _Carried(TorchFunctionMode):
-    """What is taken outside of the unit that has made it, and comes first in backward."""
+    """`found`: by unit, what takes a tensor that the unit has made, and that backward reaches first.
+    `changing`: the units that change in place what enters them, the innermost first."""
 
     def __init__(self, model: nn.Module, units: Iterable[str]):
         super().__init__()
         self.inside: list[str] = []
         self.found: dict[str, str] = {}
+        self.changing: list[str] = []
         self._model, self._units = model, frozenset(units)
         # by id, which lives as long as the tensor: the unit that made it, and its turn in backward;
         # "" where something else has changed it in place since
         self._made: dict[int, tuple[Tensor, str, int]] = {}
         self._returned: dict[str, int] = {}  # by unit that has ended, where backward comes to it
+        # by unit, what has entered it, and how often each had been changed in place
+        self._entered: dict[str, list[tuple[Tensor, int]]] = {}
         for name in self._units:
-            model.get_submodule(name).register_forward_hook(partial(self._end, name))
+            module = model.get_submodule(name)
+            module.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True)
+            module.register_forward_hook(partial(self._end, name))
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -89,15 +111,25 @@ class _Carried(TorchFunctionMode):
     def take(self, tensors: Iterable[Tensor]) -> None:
         """These are taken by the innermost module that runs, or by the loss."""
         for tensor in tensors:
-            _, unit, _ = self._made.get(id(tensor), (None, "", None))
+            _, unit, turn = self._made.get(id(tensor), (None, "", None))
             if not unit or unit in self.inside or unit not in self._returned:
                 continue
-            if _turn(tensor) > self._returned[unit]:
+            # another turn than when the unit ended: something else has changed it in place since
+            if turn == _turn(tensor) > self._returned[unit]:
                 reader = self.inside[-1] if self.inside else "the loss"
                 self.found.setdefault(unit, reader or type(self._model).__name__)
 
+    def _begin(self, unit: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        entered = (x for x in tree_leaves((args, kwargs), Tensor) if x.requires_grad)
+        self._entered[unit] = [(x, x._version) for x in entered]
+
     def _end(self, unit: str, module: nn.Module, args: Any, output: Any) -> None:
+        if any(x._version != before for x, before in self._entered.pop(unit, ())):
+            self.changing.append(unit)
         self._returned[unit] = max(map(_turn, tree_leaves(output, Tensor)), default=-1)
+        for key, (tensor, maker, _) in self._made.items():
+            if maker == unit:
+                self._made[key] = tensor, unit, _turn(tensor)
 
 
 def _turn(tensor: Tensor) -> int:

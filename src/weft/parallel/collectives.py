@@ -73,7 +73,9 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup, total: int | None)
         x = torch.cat([x, x.new_zeros(pad)], dim)
     out = functional.all_gather(x, group)
     whole = torch.cat(out.chunk(size), dim) if dim else out
-    return whole if total is None else whole.narrow(dim, 0, total)
+    if total is None or whole.shape[dim] == total:
+        return whole  # no view: what takes it may change it in place
+    return whole.narrow(dim, 0, total)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
