@@ -65,6 +65,18 @@ def _record(bucket: FilledBucket, work: dist.Work, trace: list[Span]) -> torch.f
     )
 
 
+def _row_major(flat: Tensor, p: Tensor) -> Tensor:
+    """A gradient [numel] in the parameter's shape."""
+    return flat.view(local_tensor(p).shape)
+
+
+def _as_in_memory(flat: Tensor, p: Tensor) -> Tensor:
+    """The same, as the parameter lies in memory (`channels_last`, for instance) if without gaps."""
+    strides = local_tensor(p).stride()
+    dense = torch.empty_like(local_tensor(p)).stride() == strides
+    return flat.as_strided(local_tensor(p).shape, strides) if dense else _row_major(flat, p)
+
+
 class GradReducer:
     """Sums gradients over the axes that the plan says, for the parameters of one engine. `params`:
     those that backward fills."""
@@ -109,7 +121,9 @@ class GradReducer:
             views, offset = [], 0
             for p in members:
                 size = local_tensor(p).numel()
-                views.append(flat[offset : offset + size].view(local_tensor(p).shape))
+                part = flat[offset : offset + size]
+                codec = plan.uses_custom_dp_sync and REPLICA_AXIS in bucket.axes
+                views.append(_row_major(part, p) if codec else _as_in_memory(part, p))
                 offset += size
             number = (
                 len(crossing) if plan.uses_custom_dp_sync and REPLICA_AXIS in bucket.axes else None

@@ -257,6 +257,15 @@ def make_state(
             raise CheckpointError("optimizer", kind, problem, fix)
 
 
+def match_strides(p: Tensor) -> None:
+    """Let a gradient lie in memory as its parameter does: a fused step pairs their elements by
+    their places in memory, and compares no strides."""
+    grad = p.grad
+    if grad is None or (p.is_contiguous() and grad.is_contiguous()) or p.stride() == grad.stride():
+        return
+    p.grad = torch.empty_like(p, dtype=grad.dtype).copy_(grad)
+
+
 def scale_grads(grads: Iterable[Tensor], factor: Tensor) -> None:
     """Multiply gradients in place, those of one device and dtype together."""
     by_kind: dict[tuple, list[Tensor]] = {}

@@ -22,6 +22,7 @@ from .optimizers import (
     check_codec,
     check_optimizer,
     make_state,
+    match_strides,
     needs_whole,
     number_state,
     refused_by_servers,
@@ -91,6 +92,8 @@ class ParamUpdate:
         self._bind()
         for exchange in self.exchanges:
             exchange.gather()
+        for held in self.held.values():
+            match_strides(held)
         self.optimizer.step()
         for exchange in self.exchanges:
             exchange.scatter()

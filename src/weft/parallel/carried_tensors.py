@@ -75,7 +75,7 @@ def check_carried_tensors(request: PlanRequest, steps: Iterable[Step]) -> None:
 
 
 class _Carried(TorchFunctionMode):
-    """`found`: by unit, what takes a tensor that the unit has made, and that backward reaches first.
+    """`found`: by unit, what takes a tensor of it that backward reaches before the unit.
     `changing`: the units that change in place what enters them, the innermost first."""
 
     def __init__(self, model: nn.Module, units: Iterable[str]):

@@ -43,7 +43,7 @@ from ..expert_load import ExpertLoad
 from ..function_overrides import FunctionOverrides
 from ..microbatch import Batch, MicroBatch, check_batch
 from ..optimizer_factory import OptimizerFactory
-from ..optimizers import Optimizers, refuse_kind, scale_grads, updates_tensors
+from ..optimizers import Optimizers, match_strides, refuse_kind, scale_grads, updates_tensors
 from ..pipeline.stage_compute import Loss, StageModel
 from ..protocol import StepResult
 from ..replica_sync.replicas import ReplicaSync
@@ -233,6 +233,8 @@ class Remote(RemoteState):
         if factor is not None:
             grads = [p.grad for p in self.params.values() if p.grad is not None]
             scale_grads(grads, torch.tensor(factor, dtype=torch.float64))
+            for p in self.params.values():
+                match_strides(p)
             self.optimizer.step()
         rebalance_gates(self.model, absent=self._absent_buffers, taken=factor is not None)
 
