@@ -1,4 +1,4 @@
-"""Nets that change the output of a block in place: a view of it, slices of it, a sum with it."""
+"""Nets whose blocks return views, which their callers change in place or hand to later blocks."""
 
 # as their authors write them: without annotations, with one-letter names
 from __future__ import annotations
@@ -87,6 +87,39 @@ class Preactivated(Summed):
         return self.head(x).mean(1)
 
 
+class Valued(nn.Module):
+    """Values of the first block enter all others, as value residuals do (Zhou et al. 2024)."""
+
+    def __init__(self, d=8):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(d, 2 * d), nn.Linear(d, d)
+
+    def forward(self, x, first=None):
+        gate, value = self.qkv(x).view(*x.shape[:2], 2, -1).unbind(2)
+        first = value if first is None else first
+        return self.out(torch.sigmoid(gate) * (value + first)), first
+
+
+class ValueResiduals(Summed):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Valued() for _ in range(3))
+
+    def forward(self, x):
+        x, first = self.first(torch.nan_to_num(x)), None
+        for block in self.blocks:
+            y, first = block(x, first)
+            x = x + y
+        return self.head(x).mean(1)
+
+
+def with_gaps():
+    """Measurements, of which some are missing."""
+    batch = positions()
+    batch["x"][:, 1, 0] = torch.nan
+    return batch
+
+
 def positions():
     return {"x": torch.randn(BATCH, 5, 3), "target": torch.randn(BATCH, 1)}
 
@@ -95,5 +128,6 @@ IN_PLACE: dict[str, Subject] = {
     "summed": Subject(Summed, positions, mse),
     "transposed": Subject(Transposed, positions, mse),
     "gated": Subject(Gated, positions, mse),
+    "value-residuals": Subject(ValueResiduals, with_gaps, mse),
     "preactivated": Subject(Preactivated, positions, mse),
 }

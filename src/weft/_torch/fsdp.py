@@ -72,13 +72,14 @@ def gather_for_views(module: nn.Module, unit: FSDPModule) -> None:
     def begin(grads: tuple[Tensor, ...]) -> None:
         state._pre_backward(grads[0])
 
-    def hook(_: nn.Module, args: tuple, output: Any) -> None:
+    def hook(_: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        entered = {id(x) for t in tree_leaves((args, kwargs), Tensor) for x in (t, view_base(t))}
         for tensor in tree_leaves(output, Tensor):
             base = view_base(tensor)
-            if base is not None and base.grad_fn is not None:
+            if base is not None and base.grad_fn is not None and id(base) not in entered:
                 base.grad_fn.register_prehook(begin)
 
-    module.register_forward_hook(hook)
+    module.register_forward_hook(hook, with_kwargs=True)
 
 
 class ForwardGradients:

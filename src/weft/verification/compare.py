@@ -345,6 +345,13 @@ def _other_parameters(engine: TrainingEngine, reference: Reference) -> list[Diff
     return found
 
 
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether all elements are equal, or NaN in both, as where a measurement is missing."""
+    if one.shape != other.shape:
+        return False
+    return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
 def _wrong_batch(
     engine: TrainingEngine, batch: dict[str, Tensor], whole: dict[str, Tensor], step: int
 ) -> list[Difference]:
@@ -357,7 +364,7 @@ def _wrong_batch(
     wrong = [
         key
         for key, value in whole.items()
-        if key not in batch or not torch.equal(batch[key], value[index])
+        if key not in batch or not _same(batch[key], value[index])
     ]
     return [((step, "batch", 0), f"batch entry {key!r} of step {step}") for key in wrong[:1]]
 
