@@ -70,6 +70,14 @@ class Net(nn.Module):
 def net():
     return Net()
 
+class OwnLoss(Net):
+    def forward(self, input, labels=None):
+        y = self.inner(input)
+        return None if labels is None else F.cross_entropy(y, labels, reduction="none")
+
+def own_losses(output, batch):
+    return output.sum(), torch.tensor(float(len(output)))
+
 def wrapped():
     return nn.DataParallel(Net())
 
@@ -153,6 +161,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def weft_(*args: str) -> Result:
     return CliRunner().invoke(app, ["train", "run.toml", "--output", "out", *args])
+
+
+def test_labels_that_a_model_is_not_called_with_are_named(folder: Path) -> None:
+    own = "--set", f'train.loss="{HERE}:own_losses"', "--set", f'model.build="{HERE}:OwnLoss"'
+    result = weft_(*own)
+    fix = 'model.inputs = ["input", "labels"]'
+    assert f"called without labels, and to pass them, write {fix}." in result.stderr
+    result = weft_(*own, "--set", fix.replace(" ", ""))
+    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ and may have done so for want of values, or does not see whether dtypes fit."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -87,4 +88,18 @@ def confirm_fault(
         if any(name in told for name in NOT_HERE):
             return
         what = "its forward fails" if field == "model" else "fails on the model's output"
+        if inputs is None and field != "model" and (left_out := _labels_left_out(bare, batch)):
+            names = [*named_inputs(bare), *left_out]
+            called = ", ".join(f'"{name}"' for name in names if name in batch)
+            fix = (
+                f"correct it, or the data: {shapes}; the model is called without labels, and to"
+                f" pass them, write model.inputs = [{called}]"
+            )
         raise ConfigError(field, value, f"{what}: {told}", fix) from error
+
+
+def _labels_left_out(model: nn.Module, batch: Mapping[str, Tensor]) -> list[str]:
+    """The entries of a batch that the forward names and is not called with: labels that have a
+    default, with which a model computes a loss of its own."""
+    named = inspect.signature(model.forward).parameters
+    return [name for name in named if name in batch and name not in named_inputs(model)]
