@@ -115,7 +115,7 @@ class _Carried(TorchFunctionMode):
             if not unit or unit in self.inside or unit not in self._returned:
                 continue
             # another turn than when the unit ended: something else has changed it in place since
-            if turn == _turn(tensor) > self._returned[unit]:
+            if turn == _turn(tensor) and _reads_weights(tensor, self._returned[unit]):
                 reader = self.inside[-1] if self.inside else "the loss"
                 self.found.setdefault(unit, reader or type(self._model).__name__)
 
@@ -135,3 +135,25 @@ class _Carried(TorchFunctionMode):
 def _turn(tensor: Tensor) -> int:
     """Backward takes the highest first; -1: it does not come here."""
     return tensor.grad_fn._sequence_nr() if tensor.grad_fn is not None else -1
+
+
+def _reads_weights(tensor: Tensor, turn: int) -> bool:
+    """Whether backward, on its way from a tensor to what has this turn, comes by a function that
+    reads a parameter or a view of one. A slice of what a unit returned reads none."""
+    nodes, seen = [tensor.grad_fn], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen or node._sequence_nr() <= turn:
+            continue
+        seen.add(node)
+        for before, _ in node.next_functions:
+            if _is_of_parameter(before):
+                return True
+            nodes.append(before)
+    return False
+
+
+def _is_of_parameter(node: Any) -> bool:
+    while node is not None and len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+    return hasattr(node, "variable")
