@@ -55,9 +55,12 @@ class ActivationRecorder:
     routings: list[RoutingCall] = field(default_factory=list)
     asked: list[GateQuery] = field(default_factory=list)
     inside: list[str] = field(default_factory=list)  # the modules that run now, the innermost last
-    # when the forward first asked for a gradient: how often each module had been called, and those
-    # that ran
-    at_gradient: tuple[Counter[str], frozenset[str]] | None = None
+    # when the forward first asked for a gradient that came to what a module put out, by that module
+    # and the innermost that ran, in this order: how often each module had been called, and all that
+    # ran
+    at_gradient: dict[tuple[str, str], tuple[Counter[str], frozenset[str]]] = field(
+        default_factory=dict
+    )
 
     def ask(self, what: str, size: int) -> None:
         """A gate asks this of all tokens."""
@@ -215,8 +218,9 @@ def record_activations(
             return  # by another tensor of this call
         came[place] += 1
         trace.reached.add(place)
-        if trace.at_gradient is None and in_forward():
-            trace.at_gradient = Counter(trace.calls), frozenset(trace.inside)
+        by = name, trace.inside[-1] if trace.inside else ""
+        if in_forward() and by not in trace.at_gradient:
+            trace.at_gradient[by] = Counter(trace.calls), frozenset(trace.inside)
         crossing = trace.crossings[name]
         needing, giving = (crossing.needing or 0) + needs, (crossing.giving or 0) + 1
         trace.crossings[name] = replace(
