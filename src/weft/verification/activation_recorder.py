@@ -184,6 +184,7 @@ def record_activations(
             needing,
             giving,
             differentiated=before.differentiated if before else (0, 0),
+            asked=before.asked if before else 0,
             further=_further((*args, *kwargs.values()), entered, samples),
         )
         place = len(trace.forward) - 1
@@ -253,6 +254,7 @@ def record_activations(
             gives_grad=True,
             needing=needing,
             giving=giving,
+            asked=crossing.asked + in_forward(),
         )
         follow(name, False, False, grad)
 
