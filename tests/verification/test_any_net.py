@@ -176,6 +176,12 @@ def test_gradients_that_the_forward_asks_for_recompute(pool: Any, name: str, lay
     assert found.passed, found
 
 
+@pytest.mark.parametrize("layout", ["pp2.fsdp2", "pp2.fsdp2+zero2"])
+def test_a_stage_asks_for_a_gradient(pool: Any, layout: str) -> None:
+    found = result(pool, "readout", layout)
+    assert found.passed, found
+
+
 def test_a_unit_that_keeps_a_tensor_is_not_for_every_stage() -> None:
     net = NETS["gshard"]
     with pytest.raises(Refusal, match=r"moes.0 keeps a tensor .* one unit of sharding"):

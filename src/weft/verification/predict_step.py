@@ -166,9 +166,8 @@ def _module_calls(
     tokens that chose it."""
     again = _regathered(_unit_calls(plan, whole))
     repeated = {n: (whole.called_again[n], whole.left_again[n]) for n in whole.calls}
-    asked = _first_asked(plan, whole)
     found = {
-        n: CallSizes(count, (), again[n], repeated[n], _kept(whole, n, asked))
+        n: CallSizes(count, (), again[n], repeated[n], _kept(plan, whole, n))
         for n, count in whole.calls.items()
     }
     for name, shapes in whole.shapes.items():
@@ -195,24 +194,23 @@ def _module_calls(
 
 
 def _first_asked(
-    plan: Plan, whole: ActivationRecorder
+    plan: Plan, whole: ActivationRecorder, stage: int
 ) -> tuple[Counter[str], frozenset[str]] | None:
-    """When the forward first asked for a gradient that FSDP2 is told of: one that comes to what a
-    unit puts out. Inside of the next unit it comes to that unit's own view of it."""
+    """When the forward of a stage first asked for a gradient that FSDP2 is told of: one that comes
+    to what a unit puts out. Inside of the next unit it comes to that unit's own view of it."""
     units = {n for s in plan.steps if s.gather is not None for n in (s.module, *s.gather.beside)}
     for (name, _), (called, running) in whole.at_gradient.items():
         others = (u for u in units & running if u and (u == name or not is_inside(name, u)))
-        if name in units and not any(others):
+        if name in units and plan.stage_of(name) == stage and not any(others):
             return called, running
     return None
 
 
-def _kept(
-    whole: ActivationRecorder, name: str, asked: tuple[Counter[str], frozenset[str]] | None
-) -> int | None:
-    """How often a microbatch gathers a unit that is whole from the first gradient on that the
-    forward asks for: at each call before, and once after, unless it runs then. `asked`: as
-    `ActivationRecorder.at_gradient` has it of that gradient."""
+def _kept(plan: Plan, whole: ActivationRecorder, name: str) -> int | None:
+    """How often a microbatch, or in a pipeline all of a step together, gather a unit that is whole
+    from the first gradient on that the forward asks for: at each call before, and once after,
+    unless it runs then."""
+    asked = _first_asked(plan, whole, plan.stage_of(name))
     if asked is None:
         return None
     called, running = asked
