@@ -87,7 +87,8 @@ def test_a_list_of_experts_is_chosen_from() -> None:
 class Mixture(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.experts, self.count = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), 2
+        count = 2
+        self.experts, self.count = nn.ModuleList(nn.Linear(4, 4) for i in range(count)), count
 
 
 class Soft(Mixture):
@@ -116,8 +117,92 @@ class Some(Mixture):
         return sum(e(x) for i, e in enumerate(self.experts) if x[:, i].any())  # type: ignore[return-value]
 
 
+class NoRows(Mixture):
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for i in range(self.count):
+            (rows,) = torch.where(x.argmax(1) == i)
+            if rows.shape[0] == 0:
+                continue
+            out.index_add_(0, rows, self.experts[i](x[rows]))
+        return out
+
+
+class Counted(Mixture):
+    def forward(self, x: Tensor) -> Tensor:
+        counts, out = torch.bincount(x.argmax(1), minlength=2).tolist(), []
+        for expert, part, count in zip(self.experts, x.split(counts), counts, strict=True):
+            if count:
+                out.append(expert(part))
+        return torch.cat(out)
+
+
+class Helped(Mixture):
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(self.one(i, x[x.argmax(1) == i]) for i in range(self.count))  # type: ignore[return-value]
+
+    def one(self, i: int, x: Tensor) -> Tensor:
+        return self.experts[i](x) if x.shape[0] else x
+
+
+class Given(Mixture):
+    def forward(self, x: Tensor) -> Tensor:
+        for expert in self.experts:
+            hit = x.any()
+            x = self.run(expert, x) if hit else x
+        return x
+
+    def run(self, expert: nn.Module, x: Tensor) -> Tensor:
+        return expert(x)
+
+
+class OtherLoop(Mixture):
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(self.count):
+            x = x + i
+        for i in x.argmax(1):
+            x = self.experts[i](x)
+        return x
+
+
+class Enough(Mixture):
+    def forward(self, x: Tensor) -> Tensor:
+        for expert in self.experts:
+            x = expert(x)
+            if x.norm() < 1:
+                return x
+        return x
+
+
+class Settled(Mixture):
+    """Conditions that data do not change."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is not None:
+            x = x * mask
+        if self.count == 0:
+            return x
+        for i in range(len(self.experts)):
+            expert = self.experts[i]
+            x = expert(x) if self.training else x + expert(x)
+        return x
+
+
 @pytest.mark.parametrize(
-    "kind, all_called", [(Soft, True), (SoftByNumber, True), (Hit, False), (Some, False)]
+    "kind, all_called",
+    [
+        (Soft, True),
+        (SoftByNumber, True),
+        (Settled, True),
+        (Hit, False),
+        (Some, False),
+        (NoRows, False),
+        (Counted, False),
+        (Helped, False),
+        (Given, False),
+        (OtherLoop, False),
+        (Enough, False),
+    ],
 )
 def test_experts_may_all_be_called(kind: type[Mixture], all_called: bool) -> None:
     assert (chosen_modules(kind()) == ()) is all_called

@@ -134,8 +134,56 @@ def energy_and_forces(out, batch):
     return total, count(len(energy))
 
 
+class Descent(nn.Module):
+    def __init__(self, d):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(d), nn.Linear(d, 2 * d), nn.Linear(2 * d, 1)
+
+    def forward(self, x):
+        energy = self.down(torch.tanh(self.up(self.norm(x)))).sum()
+        return x - torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+class EnergyTransformer(nn.Module):
+    """Blocks that each descend an energy of their own (Hoover et al. 2023)."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(3, 8), nn.Linear(8, 1)
+        self.blocks = nn.ModuleList(Descent(8) for _ in range(4))
+
+    def forward(self, pos):
+        x = self.embed(pos)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).sum(1)
+
+
+def energies(out, batch):
+    return ((out - batch["energy"]) ** 2).sum(), count(len(out))
+
+
+class Readout(nn.Module):
+    """A gradient by features: backward in the forward ends after the last of the blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(3, 8), nn.Linear(8, 1)
+        self.blocks = nn.ModuleList(Residual(8) for _ in range(4))
+
+    def forward(self, pos):
+        x = self.embed(pos)
+        for block in self.blocks:
+            x = block(x)
+        energy = torch.tanh(self.head(x)).sum(1)
+        (g,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        return energy, g[..., :3]
+
+
 WITH_GRADIENTS: dict[str, Subject] = {
     "kdv": Subject(KdV, solitons, residual),
     "critic": Subject(Critic, two_kinds, wasserstein),
     "forces": Subject(Energy, molecules, energy_and_forces),
+    "energy-transformer": Subject(EnergyTransformer, molecules, energies),
+    "readout": Subject(Readout, molecules, energy_and_forces),
 }

@@ -3,6 +3,7 @@ the first update."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -166,6 +167,20 @@ def test_samples_mix_where_nothing_divides_them(pool: Any, net: Subject, layout:
 @pytest.mark.parametrize("name", ["dlrm", "capsules"])
 def test_stages_part_no_chain_that_ranks_divide(pool: Any, name: str) -> None:
     found = result(pool, name, "pp2.tp2")
+    assert found.passed, found
+
+
+@pytest.mark.parametrize(("name", "layout"), [("forces", "tp2"), ("critic", "fsdp2.tp2")])
+def test_gradients_that_the_forward_asks_for_recompute(pool: Any, name: str, layout: str) -> None:
+    net = replace(NETS[name], plan=(("accumulate", 4), ("recompute", "full")))
+    world = weft.Layout.parse(layout).world
+    found = pool.run(check_layout, net.case(), layout, reference(net), world=world, timeout=60)[0]
+    assert found.passed, found
+
+
+@pytest.mark.parametrize("layout", ["pp2.fsdp2", "pp2.fsdp2+zero2"])
+def test_a_stage_asks_for_a_gradient(pool: Any, layout: str) -> None:
+    found = result(pool, "readout", layout)
     assert found.passed, found
 
 

@@ -104,10 +104,11 @@ class ForwardGradients:
         return kept
 
     def _watch(self, group: Any) -> None:
-        pre_backward, post_backward, reshard = (
+        pre_backward, post_backward, reshard, finalize = (
             group.pre_backward,
             group.post_backward,
             group.reshard,
+            group.finalize_backward,
         )
 
         def begin(*args: Any) -> None:
@@ -122,7 +123,14 @@ class ForwardGradients:
             if not self._kept:
                 reshard()
 
+        def close() -> None:
+            if not self._kept:
+                finalize()
+            else:  # what was gathered ahead, and that backward did not come to, is read later
+                group._post_forward_indices.clear()
+
         group.pre_backward, group.post_backward, group.reshard = begin, end, free
+        group.finalize_backward = close
 
 
 def adopt_parameters(module: FSDPModule) -> None:
@@ -146,6 +154,12 @@ def forget_forwards(module: FSDPModule) -> None:
     for group in fully_shard.state(module)._fsdp_param_groups:  # type: ignore[attr-defined]
         group._post_forward_indices.clear()
         group.comm_ctx.post_forward_order.clear()
+
+
+def forget_gathered_ahead(module: FSDPModule) -> None:
+    """Nothing reads what a unit gathered ahead of its use."""
+    for group in fully_shard.state(module)._fsdp_param_groups:  # type: ignore[attr-defined]
+        group.finalize_backward()
 
 
 def end_backward(root: FSDPModule) -> None:

@@ -19,6 +19,7 @@ from weft._torch.fsdp import (
     ForwardGradients,
     end_backward,
     forget_forwards,
+    forget_gathered_ahead,
     mark_idle,
     reduced_like,
 )
@@ -101,10 +102,12 @@ class FSDPUnits:
     def reshard(self) -> None:
         """No backward follows a forward: let go of what it gathered. Weights may be loaded before
         the next one."""
-        self._in_forward.release()
+        kept = self._in_forward.release()
         for unit in self.units:
             mark_idle(unit.module)  # a stage's forward is left before the root's ends
             unit.module.reshard()
+            if kept:
+                forget_gathered_ahead(unit.module)
 
     def forget_forwards(self) -> None:
         """No backward follows the forwards so far, before others that one follows."""

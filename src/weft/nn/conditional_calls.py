@@ -18,6 +18,10 @@ _OF_VALUES = frozenset(
     ("any", "all", "sum", "item", "numel", "nonzero", "max", "min", "size", "tolist", "unique")
 )
 _OF_SIZES = frozenset(("len", "bool", "int", "float"))
+# what makes of a list another of as many
+_OF_WHOLE_LISTS = frozenset(
+    ("enumerate", "zip", "reversed", "list", "range", "len", "values", "items")
+)
 
 
 def chosen_modules(model: nn.Module) -> tuple[str, ...]:
@@ -54,24 +58,53 @@ def _chosen_in(kind: type[nn.Module], leaf: str) -> bool:
 @lru_cache(maxsize=4096)
 def _all_called(kind: type[nn.Module], leaf: str) -> bool:
     """Whether a class calls every module of a list, as the experts of a soft mixture are: in loops
-    over the list, or over numbers that data do not change."""
+    over the list, or over numbers that data do not change, with no condition that data may be
+    in."""
     tree = class_tree(kind)  # type: ignore[arg-type]
     calls = [*_calls(tree, leaf)]
-    numbers = {
-        n.id
-        for node in ast.walk(tree)
+
+    def counted(node: ast.AST) -> bool:
+        if isinstance(node, (ast.For, ast.comprehension)) and _mentions(node.iter, leaf):
+            return _takes_all(node.iter, leaf)
+        if not _is_item(node, leaf):
+            return True
+        number = node.slice  # type: ignore[attr-defined]
+        return isinstance(number, ast.Name) and number.id in _fixed_numbers(_function(node))
+
+    def happens(call: ast.Call) -> bool:
+        given = isinstance(call.func, ast.Name) and call.func.id in _given(_function(call))
+        return not (given or _is_conditional(call) or _may_be_left_out(call))
+
+    return bool(calls) and all(map(counted, ast.walk(tree))) and all(map(happens, calls))
+
+
+def _fixed_numbers(function: ast.AST) -> set[str]:
+    """The names that only loops over fixed ranges set."""
+    fixed = [
+        n
+        for node in ast.walk(function)
         if isinstance(node, (ast.For, ast.comprehension)) and _is_fixed_range(node.iter)
         for n in ast.walk(node.target)
         if isinstance(n, ast.Name)
+    ]
+    other = {
+        n.id
+        for n in ast.walk(function)
+        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) and n not in fixed
     }
+    return {n.id for n in fixed} - other - _given(function)
 
-    def counted(node: ast.AST) -> bool:
-        if not _is_item(node, leaf):
-            return True
-        return isinstance(node.slice, ast.Name) and node.slice.id in numbers  # type: ignore[attr-defined]
 
-    items = (node for node in ast.walk(tree) if isinstance(node, ast.Subscript))
-    return bool(calls) and all(map(counted, items)) and not any(map(_is_conditional, calls))
+def _given(function: ast.AST) -> set[str]:
+    """The names of its arguments."""
+    return {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
+
+
+def _function(node: ast.AST) -> ast.AST:
+    """The function that a node is in."""
+    for around, _ in _ancestors(node):
+        node = around
+    return getattr(node, "parent", node)
 
 
 def _is_fixed_range(node: ast.AST) -> bool:
@@ -79,7 +112,41 @@ def _is_fixed_range(node: ast.AST) -> bool:
     named = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     if not named or node.func.id != "range":  # type: ignore[attr-defined]
         return False
-    return all(isinstance(n, ast.Constant) or _is_of_self(n) for n in node.args)  # type: ignore[attr-defined]
+    return all(map(_is_fixed, node.args))  # type: ignore[attr-defined]
+
+
+def _takes_all(node: ast.AST, leaf: str) -> bool:
+    """Whether a loop over what mentions a list takes all that it holds."""
+    calls = (n for n in ast.walk(node) if isinstance(n, ast.Call) and _mentions(n, leaf))
+    names = {getattr(c.func, "id", None) or getattr(c.func, "attr", None) for c in calls}
+    return names <= _OF_WHOLE_LISTS
+
+
+def _may_be_left_out(call: ast.AST) -> bool:
+    """Whether a condition decides if a call happens, and is not of the module's own attributes:
+    `if rows.shape[0] == 0`, `if n` for a number of rows."""
+    for around, way in _ancestors(call):
+        branch = isinstance(around, (ast.If, ast.IfExp, ast.While)) and way is not around.test
+        if branch and not _is_fixed(around.test):  # type: ignore[attr-defined]
+            return True
+        chosen = (test for g in getattr(around, "generators", ()) for test in g.ifs)
+        if not all(map(_is_fixed, chosen)):
+            return True
+    return any(
+        isinstance(node, ast.If)
+        and not _is_fixed(node.test)
+        and any(isinstance(n, (ast.Continue, ast.Break, ast.Return)) for n in ast.walk(node))
+        for node in ast.walk(_function(call))
+    )
+
+
+def _is_fixed(test: ast.AST) -> bool:
+    """Whether an expression is of constants and the module's own attributes, or compares with
+    None."""
+    if isinstance(test, ast.Compare) and all(isinstance(o, (ast.Is, ast.IsNot)) for o in test.ops):
+        return True
+    names = {n.id for n in ast.walk(test) if isinstance(n, ast.Name)}
+    return names <= {"self", "len", "int"} and not _of_data(test)
 
 
 def _reads_by_data(module: nn.Module) -> bool:

@@ -36,6 +36,8 @@ class BoundaryShape:
     giving: int | None = None
     # how often backward goes through gradients of what enters, and of what leaves
     differentiated: tuple[int, int] = (0, 0)
+    # how often the forward itself asks for a gradient that goes through the module
+    asked: int = 0
     # of logits: labels of each cross-entropy that reads them, for one sample; None: one, which has
     # a label for each row
     labels: tuple[float, ...] | None = None

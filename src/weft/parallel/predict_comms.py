@@ -242,6 +242,8 @@ def _crossing(
                 if when == "forward":
                     for nbytes in each[:1] * crossing.differentiated[0 if entry else 1]:
                         yield Collective(kind, axis, nbytes, "backward", step.module)
+                    for nbytes in each[:1] * (crossing.asked if again else 0):
+                        yield Collective(kind, axis, nbytes, "recompute", step.module)
                     # by the model itself
                     backwards = plan.backwards(plan.stage_of(step.module), microbatch)
                     own = called.again[0 if entry else 1] * backwards

@@ -145,11 +145,13 @@ def gather_comms(
             + used.get(step.module, 0),
         }
         kept = calls[step.module].kept if calls and step.module in calls else None
+        # stages of a pipeline stay whole until the step ends
+        passes = 1 if kept is not None and plan.staging is not None else plan.accumulate
         if kept is not None:
-            uses["use"] = plan.accumulate * kept
+            uses["use"] = passes * kept
         for _ in range(uses[gather.gathered]):
             yield Collective("all_gather", gather.axis, gathered, "gather", step.module)
-        for _ in range(plan.accumulate if gather.reduced == "microbatch" else 1):
+        for _ in range(passes if gather.reduced == "microbatch" else 1):
             if reduced and not plan.fsdp_uses_codec:
                 yield Collective("reduce_scatter", gather.axis, reduced, "reduce", step.module)
             elif reduced and (sync := plan.gradient_sync):

@@ -55,9 +55,12 @@ class ActivationRecorder:
     routings: list[RoutingCall] = field(default_factory=list)
     asked: list[GateQuery] = field(default_factory=list)
     inside: list[str] = field(default_factory=list)  # the modules that run now, the innermost last
-    # when the forward first asked for a gradient: how often each module had been called, and those
-    # that ran
-    at_gradient: tuple[Counter[str], frozenset[str]] | None = None
+    # when the forward first asked for a gradient that came to what a module put out, by that module
+    # and the innermost that ran, in this order: how often each module had been called, and all that
+    # ran
+    at_gradient: dict[tuple[str, str], tuple[Counter[str], frozenset[str]]] = field(
+        default_factory=dict
+    )
 
     def ask(self, what: str, size: int) -> None:
         """A gate asks this of all tokens."""
@@ -181,6 +184,7 @@ def record_activations(
             needing,
             giving,
             differentiated=before.differentiated if before else (0, 0),
+            asked=before.asked if before else 0,
             further=_further((*args, *kwargs.values()), entered, samples),
         )
         place = len(trace.forward) - 1
@@ -201,8 +205,13 @@ def record_activations(
         for tensor in tree_leaves(output, Tensor):
             base = view_base(tensor)
             for each in (tensor,) if base is None or id(base) in given else (tensor, base):
-                if each.requires_grad:
-                    each.register_hook(partial(come, name, place, needs, count(1)))
+                if not each.requires_grad:
+                    continue
+                passes = count(1)
+                each.register_hook(partial(come, name, place, needs, passes))
+                if each.grad_fn is not None:
+                    through = partial(asked, name, place, needs, passes, each.output_nr)
+                    each.grad_fn.register_prehook(through)
         entered = first_tensor((*args, *kwargs.values()))
         if entered is not None and entered.requires_grad:
             entered.register_hook(partial(follow, name, True, False))
@@ -211,12 +220,32 @@ def record_activations(
         """Backward comes to a call: once, but for models that solve in backward (deep equilibrium,
         Bai et al. 2019) or ask for gradients in the forward. `passes`: of the tensor by which it
         comes."""
+        if not in_forward():
+            count_pass(name, place, needs, passes, grad)
+            return
+        by = name, trace.inside[-1] if trace.inside else ""
+        if by not in trace.at_gradient:
+            trace.at_gradient[by] = Counter(trace.calls), frozenset(trace.inside)
+
+    def asked(
+        name: str,
+        place: int,
+        needs: bool,
+        passes: Iterator[int],
+        number: int,
+        grads: tuple[Tensor | None, ...],
+    ) -> None:
+        """The same for a gradient that the forward asks for, and that goes through the call:
+        one by what the call puts out ends there."""
+        grad = grads[number]
+        if grad is not None and in_forward():
+            count_pass(name, place, needs, passes, grad)
+
+    def count_pass(name: str, place: int, needs: bool, passes: Iterator[int], grad: Tensor) -> None:
         if next(passes) <= came[place]:
             return  # by another tensor of this call
         came[place] += 1
         trace.reached.add(place)
-        if trace.at_gradient is None and in_forward():
-            trace.at_gradient = Counter(trace.calls), frozenset(trace.inside)
         crossing = trace.crossings[name]
         needing, giving = (crossing.needing or 0) + needs, (crossing.giving or 0) + 1
         trace.crossings[name] = replace(
@@ -225,6 +254,7 @@ def record_activations(
             gives_grad=True,
             needing=needing,
             giving=giving,
+            asked=crossing.asked + in_forward(),
         )
         follow(name, False, False, grad)
 

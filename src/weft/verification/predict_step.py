@@ -167,7 +167,7 @@ def _module_calls(
     again = _regathered(_unit_calls(plan, whole))
     repeated = {n: (whole.called_again[n], whole.left_again[n]) for n in whole.calls}
     found = {
-        n: CallSizes(count, (), again[n], repeated[n], _kept(whole, n))
+        n: CallSizes(count, (), again[n], repeated[n], _kept(plan, whole, n))
         for n, count in whole.calls.items()
     }
     for name, shapes in whole.shapes.items():
@@ -193,12 +193,27 @@ def _module_calls(
     return found
 
 
-def _kept(whole: ActivationRecorder, name: str) -> int | None:
-    """How often a microbatch gathers a unit that is whole from the first gradient on that the
-    forward asks for: at each call before, and once after, unless it runs then."""
-    if whole.at_gradient is None:
+def _first_asked(
+    plan: Plan, whole: ActivationRecorder, stage: int
+) -> tuple[Counter[str], frozenset[str]] | None:
+    """When the forward of a stage first asked for a gradient that FSDP2 is told of: one that comes
+    to what a unit puts out. Inside of the next unit it comes to that unit's own view of it."""
+    units = {n for s in plan.steps if s.gather is not None for n in (s.module, *s.gather.beside)}
+    for (name, _), (called, running) in whole.at_gradient.items():
+        others = (u for u in units & running if u and (u == name or not is_inside(name, u)))
+        if name in units and plan.stage_of(name) == stage and not any(others):
+            return called, running
+    return None
+
+
+def _kept(plan: Plan, whole: ActivationRecorder, name: str) -> int | None:
+    """How often a microbatch, or in a pipeline all of a step together, gather a unit that is whole
+    from the first gradient on that the forward asks for: at each call before, and once after,
+    unless it runs then."""
+    asked = _first_asked(plan, whole, plan.stage_of(name))
+    if asked is None:
         return None
-    called, running = whole.at_gradient
+    called, running = asked
     reached = any(whole.forward[place] == name for place in whole.reached)
     later = name not in running and (reached or whole.calls[name] > called[name])
     return called[name] + later
