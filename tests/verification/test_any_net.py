@@ -108,7 +108,6 @@ REFUSED: dict[tuple[str, str], str] = {
     ("sac", "fsdp2"): "qf1_target.0.weight is changed by the model's forward, and fsdp drops",
     ("sac", "pp2"): r"reads `normal = torch.distributions.Normal.* into Python",
     **{("schnet", at): r'Leave it whole: write "interactions' for at in TP},
-    ("turing-machine", "fsdp2"): "heads.1 makes a tensor after its output, and heads.0 uses it",
     ("turing-machine", "pp2"): "the model has only one module at which",
     **{("takes-dict", at): "is called with batch, and a sample holds x, target" for at in LAYOUTS},
 }

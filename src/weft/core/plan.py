@@ -54,6 +54,7 @@ class Plan:
     sync: Sync | None = None  # how replicas synchronise; None: the backend sums their gradients
     counted: tuple[str, ...] = ()  # modules beside `blocks` that count their dropout masks
     chosen: tuple[str, ...] = ()  # modules that a forward calls only where its data say so
+    asks_gradients: bool = False  # whether the forward itself computes gradients
     logits: str = "auto"  # whole, chunks (made by the loss, of some tokens at a time), or auto
     heads: tuple[str, ...] = ()  # modules whose output the loss can make in chunks
     offload_activations: bool = False  # what blocks save for backward rests in host memory

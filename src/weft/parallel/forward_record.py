@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
@@ -43,7 +44,7 @@ class Read:
 
 class ForwardRecord:
     """A forward of a request's model on its sample, as far as it runs without elements. `ended`: to
-    its end.
+    its end. `asks_gradients`: whether it calls `torch.autograd.grad`, or `backward`.
 
     Args:
         request: has a sample.
@@ -68,6 +69,7 @@ class ForwardRecord:
         except Exception:  # the rest of it is not seen: a trial and the first step look again
             pass
         self.reads = tuple(reads.found)  # in order, each once
+        self.asks_gradients = reads.asks_gradients
         self._functions = reads.functions
 
     @cached_property
@@ -134,6 +136,9 @@ class _Writes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+
+
 class _Reads(TorchFunctionMode):
     """Which weights are read where."""
 
@@ -145,6 +150,7 @@ class _Reads(TorchFunctionMode):
         self.inside: list[str] = []
         self.found: dict[Read, None] = {}
         self.functions = 0  # of torch that have run
+        self.asks_gradients = False
         self._functions: list[tuple[str, int]] = []  # that run: name, how many modules ran before
 
     def begin(self, function: str) -> None:
@@ -159,6 +165,7 @@ class _Reads(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         self.functions += 1
+        self.asks_gradients |= func in _GRADIENTS
         for tensor in tensors_read(func, args, kwargs or {}):
             names = self._names.get(id(tensor))
             if names is not None:

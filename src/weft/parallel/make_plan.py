@@ -43,6 +43,7 @@ from .carried_tensors import check_carried_tensors
 from .check_modules import check_modules
 from .cut_trial import runnable_roles
 from .float8_choice import check_recipe, choose_float8
+from .forward_record import record_forward
 from .gathered_units import check_unit_stages, gathered_units, heads_for_chunks, unit_notes
 from .logits_uses import combines_logits
 from .lone_linears import with_lone_linears
@@ -289,6 +290,7 @@ def _plan_checked(request: PlanRequest) -> Plan:
     if staged is not None:
         notes.append(bubble_note(staged))
     heads = heads_for_chunks(found.heads, steps, staged is not None, request.logits)
+    record = record_forward(request)
     made = Plan(
         layout,
         tuple(steps),
@@ -308,6 +310,7 @@ def _plan_checked(request: PlanRequest) -> Plan:
         sync=sync,
         counted=counted,
         chosen=chosen_modules(model),
+        asks_gradients=record is not None and record.asks_gradients,
         logits=request.logits,
         heads=heads if typed and _in_chunks(request.logits, staged) else (),
         offload_activations=request.offload_activations,

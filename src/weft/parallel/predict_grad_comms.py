@@ -138,20 +138,25 @@ def gather_comms(
             for name, n in padded.items()
             if weights[name].trainable and (name not in unreached or name in zeros)
         )
+        kept = calls[step.module].kept if calls and step.module in calls else None
+        several = plan.staging is None and kept is None and _count(step.module, calls) > 1
+        # FSDP2 frees a unit that was whole after the backward of one of several calls
+        further = calls[step.module].regathered if several and calls is not None else 0
         uses = {
-            "step": 1,
-            "microbatch": plan.accumulate,
+            "step": 1 + further,  # in the last microbatch
+            "microbatch": plan.accumulate * (1 + further),
             "use": plan.accumulate * _count(step.module, calls) * (1 + plan.runs_forward_twice)
             + used.get(step.module, 0),
         }
-        kept = calls[step.module].kept if calls and step.module in calls else None
         # stages of a pipeline stay whole until the step ends
         passes = 1 if kept is not None and plan.staging is not None else plan.accumulate
         if kept is not None:
             uses["use"] = passes * kept
         for _ in range(uses[gather.gathered]):
             yield Collective("all_gather", gather.axis, gathered, "gather", step.module)
-        for _ in range(passes if gather.reduced == "microbatch" else 1):
+        # FSDP2 reduces what earlier microbatches left after the backward of the last call
+        once = 2 if several and plan.accumulate > 1 else 1
+        for _ in range(passes if gather.reduced == "microbatch" else once):
             if reduced and not plan.fsdp_uses_codec:
                 yield Collective("reduce_scatter", gather.axis, reduced, "reduce", step.module)
             elif reduced and (sync := plan.gradient_sync):

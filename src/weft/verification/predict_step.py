@@ -4,7 +4,7 @@ one-device run has shown."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from math import prod
@@ -164,7 +164,8 @@ def _module_calls(
     """How often each module is called; and with how much, on this rank, where that differs from
     call to call, or one device's shapes do not tell: a Python loop over experts calls each with the
     tokens that chose it."""
-    again = _regathered(_unit_calls(plan, whole))
+    at_first = {s.module for s in plan.steps if s.gather and s.gather.gathered != "use"}
+    again = _regathered(_unit_calls(plan, whole), at_first)
     repeated = {n: (whole.called_again[n], whole.left_again[n]) for n in whole.calls}
     found = {
         n: CallSizes(count, (), again[n], repeated[n], _kept(plan, whole, n))
@@ -256,7 +257,7 @@ def _unit_calls(plan: Plan, whole: ActivationRecorder) -> list[tuple[str, bool, 
     return order
 
 
-def _regathered(order: list[tuple[str, bool, bool]]) -> Counter[str]:
+def _regathered(order: list[tuple[str, bool, bool]], at_first: Collection[str]) -> Counter[str]:
     """How often backward gathers each unit. When FSDP2 comes to a unit, it gathers that of the call
     before, too, also if backward does not come there (`FSDPParamGroup._backward_prefetch`). A
     unit is freed where the gradient of what entered the call is made, else when backward ends.
@@ -264,9 +265,10 @@ def _regathered(order: list[tuple[str, bool, bool]]) -> Counter[str]:
     Args:
         order: (unit, whether backward comes to it, whether what enters needs a gradient) of the
             calls of a forward.
+        at_first: the units that are whole when backward begins.
     """
     count: Counter[str] = Counter()
-    gathered: set[str] = set()
+    gathered = {*at_first}
     open_units: set[str] = set()  # a call of theirs is not done
     for place in reversed(range(len(order))):
         name, reached, needs = order[place]

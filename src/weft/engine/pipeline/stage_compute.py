@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from weft._torch.trees import tree_map
 from weft.core import (
     STAGE_AXIS,
     Action,
@@ -60,6 +61,14 @@ class StageModel:
     ) -> tuple[dict[int, Tensor], Any]:
         """({value: tensor} for other stages, what the model returns) where that is the last stage,
         else None."""
+        if self.plan.asks_gradients and not torch.is_grad_enabled():
+            with torch.enable_grad():  # as in validation, which keeps no graph
+                return tree_map(_detached, self._run(stage, micro, received))
+        return self._run(stage, micro, received)
+
+    def _run(
+        self, stage: int, micro: MicroBatch, received: dict[int, Tensor]
+    ) -> tuple[dict[int, Tensor], Any]:
         arguments = cast_arguments(self.plan.dtypes, micro.arguments)
         with self.heads:
             if self.staged is None:
@@ -68,6 +77,10 @@ class StageModel:
 
     def is_last(self, stage: int) -> bool:
         return stage == self.plan.schedule.stages - 1
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def _generator(device: torch.device) -> torch.Generator:
