@@ -64,8 +64,7 @@ class Plan:
     whole_batch: bool = False  # the loss is one of all samples, of all microbatches and data ranks
     pairs: frozenset[int] = frozenset()  # leaves of the output that compare samples, if whole_batch
     of_one_state: tuple[str, ...] = ()  # axes that keep, alone, what the forward changes of weights
-    # whether functions or hooks of the model's own may change gradients: a trial tells
-    own_gradients: bool = field(default=True, compare=False)
+    own_gradients: bool = field(default=True, compare=False)  # a hook may change gradients
     every: tuple[Weight, ...] = ()  # in a part of a plan: the weights of the whole
 
     @property

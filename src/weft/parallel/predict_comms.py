@@ -242,13 +242,12 @@ def _crossing(
                 if when == "forward":
                     for nbytes in each[:1] * crossing.differentiated[0 if entry else 1]:
                         yield Collective(kind, axis, nbytes, "backward", step.module)
-                    for nbytes in each[:1] * (crossing.asked if again else 0):
-                        yield Collective(kind, axis, nbytes, "recompute", step.module)
+                    once_more = crossing.asked if again else 0
                     # by the model itself
                     backwards = plan.backwards(plan.stage_of(step.module), microbatch)
                     own = called.again[0 if entry else 1] * backwards
                     own *= plan.accumulate if called.sizes else 1
-                    for nbytes in each[-own:] if own else ():
+                    for nbytes in (*each[:1] * once_more, *(each[-own:] if own else ())):
                         yield Collective(kind, axis, nbytes, "recompute", step.module)
             each_row = (rows * prod(shape[:-1]) / plan.microbatch,)
             labels = each_row if crossing.labels is None else crossing.labels
