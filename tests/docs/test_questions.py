@@ -692,6 +692,17 @@ QUESTIONS = [
         ("which rank for PowerSGD", "systems/compression", "what-it-does", "rank 16 takes 645"),
         ("fine-tune llama with chat template only loss on assistant", "fine_tuning",
          "conversations", "on the assistant's answers alone"),
+        ("GPipe vs 1F1B memory, why does 1F1B use less activation memory", "systems/pipeline",
+         "gpipe-vs-1f1b", "GPipe runs all forwards first"),
+        ("does DiLoCo really converge as well as synchronous training", FAQ, "does-diloco",
+         "reaches about the perplexity of synchronous training"),
+        ("bandwidth between nodes, is 10 Gb ethernet enough for FSDP", FAQ, "do-i-need-nvlink",
+         "10 Gbit/s is not enough for FSDP of 7B"),
+        ("GPipe 和 1F1B 的显存，为什么 1F1B 激活值更少", "systems/pipeline",
+         "gpipe-vs-1f1b", "GPipe 先做完所有前向"),
+        ("DiLoCo 的收敛真的和同步训练一样好吗", FAQ, "does-diloco",
+         "达到与同步训练差不多的困惑度"),
+        ("节点之间 10 Gb 以太网跑 FSDP 够吗", FAQ, "do-i-need-nvlink", "10 Gbit/s 不够 7B 的 FSDP 用"),
     ]
 ]  # fmt: skip
 
