@@ -703,6 +703,26 @@ QUESTIONS = [
         ("DiLoCo 的收敛真的和同步训练一样好吗", FAQ, "does-diloco",
          "达到与同步训练差不多的困惑度"),
         ("节点之间 10 Gb 以太网跑 FSDP 够吗", FAQ, "do-i-need-nvlink", "10 Gbit/s 不够 7B 的 FSDP 用"),
+        ("RuntimeError: Expected to have finished reduction in the prior iteration before starting "
+         "a new one. find_unused_parameters", FAQ, "expected-to-have-finished",
+         "walks the autograd graph after every forward"),
+        ("is gradient accumulation equivalent to a larger batch", FAQ, "how-do-i-use-gradient",
+         "divide each loss by the number of microbatches before"),
+        ("where is tensor-model-parallel-size, how to set tp pp dp sizes", "layouts",
+         "coming-from-megatron", "in weft you write `dp` out"),
+        ("how do I save the sharded checkpoint back to safetensors for inference", FAQ,
+         "how-do-i-export", "converts a sharded checkpoint of any layout"),
+        ("RuntimeError: Expected to have finished reduction in the prior iteration 怎么办", FAQ,
+         "expected-to-have-finished", "每次前向之后遍历一遍 autograd 图"),
+        ("梯度累积和增大 batch size 等价吗", FAQ, "how-do-i-use-gradient",
+         "把每次的损失除以微批次数"),
+        ("tensor-model-parallel-size 在哪里设，tp pp dp 的大小怎么设", "layouts",
+         "coming-from-megatron", "在 weft 中要写出 `dp`"),
+        ("怎么把分片的检查点存回 safetensors 用于推理", FAQ, "how-do-i-export",
+         "转换任何布局的分片检查点"),
+        ("how do I resume on 4 GPUs from a checkpoint of 8", FAQ, "can-i-resume",
+         "`--layout fsdp4 --resume`"),
+        ("从 8 卡的检查点恢复到 4 卡继续训练", FAQ, "can-i-resume", "`--layout fsdp4 --resume`"),
     ]
 ]  # fmt: skip
 
