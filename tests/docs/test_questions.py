@@ -723,6 +723,12 @@ QUESTIONS = [
         ("how do I resume on 4 GPUs from a checkpoint of 8", FAQ, "can-i-resume",
          "`--layout fsdp4 --resume`"),
         ("从 8 卡的检查点恢复到 4 卡继续训练", FAQ, "can-i-resume", "`--layout fsdp4 --resume`"),
+        ("怎么自动选择并行策略", FAQ, "how-do-i-choose-the-parallelism", "第一行就是它的选择"),
+        ("how do I choose the parallelism automatically", FAQ, "how-do-i-choose-the-parallelism",
+         "`weft train` itself does not choose"),
+        ("训练吞吐低,怎么看是通信慢还是数据加载慢", FAQ, "low-throughput", "rank 在等它的批次"),
+        ("low throughput: is it communication or data loading", FAQ, "low-throughput",
+         "the rank waits for its batch"),
     ]
 ]  # fmt: skip
 
