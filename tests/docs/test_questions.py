@@ -261,7 +261,7 @@ QUESTIONS = [
          "A graph is compiled again when"),
         ("FP8 training on H100: how much faster and does accuracy suffer", FAQ, "is-float8",
          "1.18 times as fast"),
-        ("write a callback that generates samples every N steps", FAQ, "how-do-i-run-code",
+        ("write a callback that generates samples every N steps", FAQ, "how-do-i-write-a-callback",
          "`on_step_end` is called after each step"),
         ("custom callback", "watching", "callbacks", "Prints how the model goes on from a prompt"),
         ("can I train on AMD GPUs with ROCm, or on Apple M1", FAQ, "which-versions",
@@ -545,7 +545,7 @@ QUESTIONS = [
         ("can I train with Adafactor", FAQ, "which-optimizer-needs", "each row and column"),
         ("do I need passwordless ssh and a hostfile", FAQ, "how-do-i-run-on-two",
          "No ssh and no hostfile"),
-        ("different number of GPUs on each node", FAQ, "how-do-i-run-on-two",
+        ("different number of GPUs on each node", FAQ, "how-many-gpus-do-i-need",
          "use as many as the smallest"),
         ("Setting OMP_NUM_THREADS environment variable for each process to be 1", FAQ,
          "setting-omp_num_threads", "does not follow torchrun's 1"),
@@ -702,7 +702,8 @@ QUESTIONS = [
          "gpipe-vs-1f1b", "GPipe 先做完所有前向"),
         ("DiLoCo 的收敛真的和同步训练一样好吗", FAQ, "does-diloco",
          "达到与同步训练差不多的困惑度"),
-        ("节点之间 10 Gb 以太网跑 FSDP 够吗", FAQ, "do-i-need-nvlink", "10 Gbit/s 不够 7B 的 FSDP 用"),
+        ("节点之间 10 Gb 以太网跑 FSDP 够吗", FAQ, "do-i-need-nvlink",
+         "10 Gbit/s 不够 7B 的 FSDP 用"),
         ("RuntimeError: Expected to have finished reduction in the prior iteration before starting "
          "a new one. find_unused_parameters", FAQ, "expected-to-have-finished",
          "walks the autograd graph after every forward"),
@@ -737,7 +738,8 @@ QUESTIONS = [
          "Move it to the top of a module"),
         ("is FSDP mathematically the same as DDP, does it change the result", FAQ,
          "do-fsdp-and-ddp", "agree up to rounding"),
-        ("can I use model.generate under FSDP", FAQ, "how-do-i-run-code", "`synced_gpus=True`"),
+        ("can I use model.generate under FSDP", FAQ, "how-do-i-write-a-callback",
+         "`synced_gpus=True`"),
         ("can I train on 3 GPUs, an odd number of GPUs", FAQ, "how-many-gpus-do-i-need",
          "need a batch that divides by 3"),
         ("tokenizers parallelism warning TOKENIZERS_PARALLELISM", FAQ, "where-is-text-tokenized",
@@ -762,7 +764,8 @@ QUESTIONS = [
         ("1F1B 的预热是什么", "systems/pipeline", "gpipe-vs-1f1b", "先做 p - r 个前向"),
         ("梯度用 bf16 还是 fp32 归约", FAQ, "what-is-mixed-precision", "每个部分和都舍入到 8 位"),
         ("用更少的卡复现论文的超参数", FAQ, "do-i-change-the-batch", "就保持它的超参数"),
-        ("FSDP 下能用 generate 生成样本吗", FAQ, "how-do-i-run-code", "只在 rank 0 上调用会卡住"),
+        ("FSDP 下能用 generate 生成样本吗", FAQ, "how-do-i-write-a-callback",
+         "只在 rank 0 上调用会卡住"),
     ]
 ]  # fmt: skip
 
@@ -932,7 +935,7 @@ def test_the_search_of_the_site_finds_the_answers(hits_of_the_site: list[list[li
         seen = [section for page in pages[:FIRST] for section in page[:FIRST]]
         if not any(section.startswith(start) for section in seen):
             missed.append(f"{question.text!r}: {start} is not among {seen}")
-    assert not missed
+    assert not missed, "\n".join(missed)
 
 
 @pytest.mark.slow
