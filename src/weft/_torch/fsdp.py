@@ -58,28 +58,37 @@ def _telling(
     return post_backward
 
 
-def gather_for_views(module: nn.Module, unit: FSDPModule) -> None:
+def gather_for_views(unit: FSDPModule) -> None:
     """FSDP2 gathers a unit in backward by a hook on its outputs, and warns that a view which is
-    changed in place afterwards loses that hook: hook the function that made the view's base, too.
-
-    Args:
-        module: the unit, or a module that is gathered with it.
-        unit: what was given to `fully_shard`, or the first of it.
-    """
+    changed in place afterwards loses that hook: hook the function that made the view's base, too,
+    unless it ran before the unit. `unit`: what was given to `fully_shard`, or the first of it."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     state = fully_shard.state(unit)  # type: ignore[attr-defined]
+    entered, register = set[int](), state._register_pre_backward_hook
 
     def begin(grads: tuple[Tensor, ...]) -> None:
         state._pre_backward(grads[0])
 
-    def hook(_: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        entered = {id(x) for t in tree_leaves((args, kwargs), Tensor) for x in (t, view_base(t))}
+    def register_all(output: Any) -> Any:
         for tensor in tree_leaves(output, Tensor):
             base = view_base(tensor)
             if base is not None and base.grad_fn is not None and id(base) not in entered:
                 base.grad_fn.register_prehook(begin)
+        entered.clear()
+        return register(output)
 
-    module.register_forward_hook(hook, with_kwargs=True)
+    def noting(pre_forward: Callable[..., Any]) -> Callable[..., Any]:
+        def note(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+            given = tree_leaves((args, kwargs), Tensor)
+            entered.update(id(x) for t in given for x in (t, view_base(t)))
+            return pre_forward(module, args, kwargs)
+
+        return note
+
+    # the forward's own hooks are FSDP2's, which a compiler does not follow
+    state._register_pre_backward_hook = register_all
+    for group in state._fsdp_param_groups:
+        group.pre_forward = noting(group.pre_forward)
 
 
 class ForwardGradients:

@@ -424,8 +424,7 @@ def _gather(plan: Plan, modules: dict[str, nn.Module], mesh: Mesh) -> None:
             mp_policy=_policy(plan),
             ignored_params=absent or None,
         )
-        for each in together:
-            gather_for_views(each, together[0])
+        gather_for_views(together[0])
         # gradients are summed, then divided once by the global weight
         unit: Any = together[0]
         unit.set_gradient_divide_factor(float(gather.copies))
