@@ -1,5 +1,5 @@
-"""FSDP2's state: in a pipeline a stage's forward is left before the root module ends and its
-backward comes in parts, and FSDP2 has no public way to be told."""
+"""What FSDP2 has no public way to be told: that a stage's forward ends before the root module's,
+that a backward comes in parts, or within a forward, and that a view is changed in place."""
 
 from __future__ import annotations
 
