@@ -66,7 +66,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.grid(1, ci=1)
+@pytest.mark.slow(ci=False)
 @pytest.mark.parametrize("layout", OTHERS)
 def test_on_other_layouts(tmp_path: Path, layout: str) -> None:
     (defined,) = define_training(*deep_case(load(tmp_path, OTHERS[layout])), layout)
@@ -145,6 +145,7 @@ def test_what_dgc_clips_by_is_not_saved(dgc: TrainingDefinition, tmp_path: Path)
     assert [proof.what for proof in proofs if not proof.equal] == [f"resumed at {dgc.step}"]
 
 
+@pytest.mark.slow(ci=False)
 def test_a_codec_that_no_definition_tells_is_left_out_and_named(tmp_path: Path) -> None:
     """Four replicas sum bf16 in any order."""
     run, *given = deep_case(load(tmp_path, '"bf16"', TRAINED.replace("batch = 4", "batch = 8")))
