@@ -156,7 +156,7 @@ def test_no_bit_changes(pool: Any, layout: str, recompute: Any) -> None:
     assert any(back for _, back in found)  # of few blocks of a last stage none leaves
 
 
-@pytest.mark.grid(2, ci=2)
+@pytest.mark.grid(2, ci=1)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("layout", ["dp2", "fsdp2", "tp2", "pp2"])
 def test_no_bit_changes_with_compiled_blocks(pool: Any, layout: str, recompute: Any) -> None:
@@ -213,7 +213,7 @@ def test_experts_and_sequences_equal_one_device(pool: Any, layout: str) -> None:
     assert result.passed, result
 
 
-@pytest.mark.grid(2, ci=2)
+@pytest.mark.grid(2, ci=1)
 @pytest.mark.parametrize("layout", ["dp2", "fsdp2", "tp2+sequence", "pp2+zb-h1"])
 def test_compiled_blocks_are_neither_broken_nor_compiled_again(pool: Any, layout: str) -> None:
     subject = with_offload(replace(DROPOUT, clip=0.5))

@@ -129,7 +129,7 @@ def test_an_asynchronous_pipeline_equals_its_sequential_definition(
     assert result.compiled.breaks == result.compiled.recompilations == 0
 
 
-@pytest.mark.grid(2, ci=2)
+@pytest.mark.grid(2, ci=1)
 @pytest.mark.parametrize("layout", ["cp2", "cp2+gather", "ulysses2", "cp2.tp2"])
 def test_a_ring_stands_between_graphs(pool: Any, layout: str) -> None:
     found = check(pool, MODELS["decoder"], layout).compiled
@@ -137,7 +137,7 @@ def test_a_ring_stands_between_graphs(pool: Any, layout: str) -> None:
     assert found.recompilations == 0
 
 
-@pytest.mark.grid(2, ci=2)
+@pytest.mark.grid(2, ci=1)
 @pytest.mark.parametrize("kind", ["mixtral", "decoder"])
 @pytest.mark.parametrize("layout", ["dp2", "ep2", "tp2+sequence"])
 def test_experts_stand_between_graphs(pool: Any, kind: str, layout: str) -> None:

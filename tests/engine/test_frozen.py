@@ -70,7 +70,7 @@ def held_by_frozen(layout: str, parts: dict[str, str], frozen: bool) -> dict[str
     }
 
 
-@pytest.mark.grid(4, ci=6)
+@pytest.mark.grid(4, ci=3)
 @pytest.mark.parametrize(("layout", "parts"), LAYOUTS)
 def test_a_frozen_tower_costs_no_gradient_and_no_state(
     pool: Any, layout: str, parts: dict[str, str]

@@ -113,6 +113,7 @@ def with_prefetch(subject: Subject, depth: int | None, **more: Any) -> Subject:
     )
 
 
+@pytest.mark.grid(5, ci=5)
 @pytest.mark.parametrize(
     ("name", "layout", "recompute"),
     [
@@ -186,7 +187,7 @@ PARITY = [
 ]
 
 
-@pytest.mark.grid(3, ci=3)
+@pytest.mark.grid(3, ci=2)
 @pytest.mark.parametrize(("name", "layout", "more"), PARITY)
 def test_prefetch_changes_no_number_and_no_collective(
     pool: Any, name: str, layout: str, more: dict[str, Any]

@@ -266,7 +266,7 @@ def test_what_a_rank_cannot_know_is_refused(pool: Pool, put: str) -> None:
         pool.run(losses, put, 5, 0.2, "cp2", world=2)
 
 
-@pytest.mark.grid(6, ci=6)
+@pytest.mark.grid(6, ci=3)
 @pytest.mark.parametrize("layout", ["cp2", "cp2+gather", "fsdp2.cp2"])
 @pytest.mark.parametrize(("patches", "dropout"), [(5, 0.2), (LENGTH // 2, 0.2)])
 @pytest.mark.parametrize("put", EQUAL)

@@ -93,7 +93,7 @@ def verified(name: str, layout: str, alone: Reference, *left_out: Mutant) -> str
     return "" if result.passed else str(result.first or result.problem or result.stray or "numbers")
 
 
-@pytest.mark.grid(12, ci=12)
+@pytest.mark.grid(12, ci=6)
 @pytest.mark.parametrize(("name", "layout"), PAIRS)
 def test_late_messages_change_nothing(pool: Pool, name: str, layout: str) -> None:
     alone, world = held_to(VERIFIED[name], layout), weft.Layout.parse(layout).world
@@ -512,7 +512,7 @@ def right(name: str, pool: Pool) -> list[dict[str, Tensor]]:
     return other(pool, name, False)
 
 
-@pytest.mark.grid(12, ci=12)  # some end by a timeout
+@pytest.mark.grid(12, ci=6)  # some end by a timeout
 @pytest.mark.parametrize("name", WAITS)
 def test_a_wait_that_is_left_out_is_seen(pool: Pool, name: str) -> None:
     where, mutant = WAITS[name]

@@ -191,7 +191,7 @@ def of_a_forward(name: str, layout: str) -> list[float]:
     return losses(make, layout, options)
 
 
-@pytest.mark.grid(4, ci=6)
+@pytest.mark.grid(4, ci=3)
 @pytest.mark.parametrize("layout", ["cp2", "cp2+gather"])
 @pytest.mark.parametrize("name", FORWARDS)
 def test_it_equals_one_device(pool: Pool, name: str, layout: str) -> None:

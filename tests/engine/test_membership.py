@@ -393,6 +393,7 @@ def test_the_others_go_on_and_it_comes_back(
 
 
 @pytest.mark.slow
+@pytest.mark.grid(1, ci=1)
 @pytest.mark.parametrize(
     "sync", [PERIODIC, {"name": "parameter_server", "staleness": 3, "timeout_s": 1.0}]
 )

@@ -400,7 +400,7 @@ def trained(name: str, layout: str, begin: int, folder: Path) -> list[float]:
     return found
 
 
-@pytest.mark.grid(3, ci=5)
+@pytest.mark.grid(3, ci=3)
 @pytest.mark.parametrize(
     ("name", "first", "second"),
     [

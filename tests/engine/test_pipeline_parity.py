@@ -89,7 +89,7 @@ WIDE = [
 ]
 
 
-@pytest.mark.grid(2, ci=4)
+@pytest.mark.grid(2, ci=2)
 @pytest.mark.parametrize(("name", "layout"), WIDE)
 def test_sharded_and_cut_inside_a_stage(pool: Any, name: str, layout: str) -> None:
     result = run(pool, STAGED[name], layout)
@@ -103,7 +103,7 @@ def with_plan(name: str, **plan: Any) -> Subject:
 AGAIN = in_turn(["pp2.dp2", "pp2+zb-h1.tp2", "pp2+dualpipev.fsdp2"], ["selective", "full", 2], 2)
 
 
-@pytest.mark.grid(2, ci=4)
+@pytest.mark.grid(2, ci=2)
 @pytest.mark.parametrize(("layout", "recompute"), AGAIN)
 def test_recompute_inside_a_stage(pool: Any, layout: str, recompute: str | int) -> None:
     result = run(pool, with_plan("deep", recompute=recompute), layout)
@@ -151,7 +151,7 @@ DELAYED = [
 ]
 
 
-@pytest.mark.grid(2, ci=3)
+@pytest.mark.grid(2, ci=2)
 @pytest.mark.parametrize(("name", "layout", "versions"), DELAYED)
 def test_pipedream_equals_its_sequential_definition(
     pool: Any, name: str, layout: str, versions: str
@@ -291,7 +291,7 @@ def frozen(*parts: str) -> nn.Module:
 PARTS = [START[:3], START, START[3:]]  # a part of a stage, stages, in the midst
 
 
-@pytest.mark.grid(4, ci=6)
+@pytest.mark.grid(4, ci=3)
 @pytest.mark.parametrize(("layout", "parts"), in_turn(FROZEN, PARTS, 2))
 def test_frozen_parts(pool: Pool, layout: str, parts: tuple[str, ...]) -> None:
     subject = replace(STAGED["deep"], build=partial(frozen, *parts))

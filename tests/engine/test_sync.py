@@ -339,7 +339,7 @@ RESUMED = [
 ]
 
 
-@pytest.mark.grid(3, ci=4)
+@pytest.mark.grid(3, ci=2)
 @pytest.mark.parametrize(("axes", "name", "codec", "options"), RESUMED)
 def test_a_resumed_run_goes_on_bit_for_bit(
     tmp_path: Path, pool: Pool, axes: str, name: str, codec: Any, options: dict

@@ -152,7 +152,7 @@ def _same(folder: Path, once: dict[str, torch.Tensor]) -> bool:
     return other.keys() == once.keys() and all(torch.equal(once[n], other[n]) for n in once)
 
 
-@pytest.mark.grid(2, ci=3)
+@pytest.mark.grid(2, ci=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_of_one_host(tmp_path: Path, stranger: Stranger, kind: str) -> None:
     axes, settings = KINDS[kind]

@@ -71,7 +71,7 @@ def verified(name: str, layout: str) -> LayoutResult:
     return check_layout(case, layout, reference(name))
 
 
-@pytest.mark.grid(4, ci=4)
+@pytest.mark.grid(4, ci=2)
 @pytest.mark.parametrize("layout", ["dp2", "fsdp2", "tp2", "pp2"])
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_it_equals_one_device(pool: Any, name: str, layout: str) -> None:

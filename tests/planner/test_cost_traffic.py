@@ -233,7 +233,7 @@ DENSE = [
 ]
 
 
-@pytest.mark.grid(12, ci=18)
+@pytest.mark.grid(12, ci=9)
 @pytest.mark.parametrize("layout", DENSE)
 def test_bytes_are_the_plans(layout: str) -> None:
     for accumulate, recompute in ((1, "none"), (2, "none"), (2, "full"), (2, "selective"), (2, 2)):

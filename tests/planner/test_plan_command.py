@@ -376,7 +376,7 @@ def test_explain_puts_values_into_formulas(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.grid(4, ci=5)
+@pytest.mark.grid(4, ci=3)
 @pytest.mark.parametrize(
     ("asked", "found"),
     [

@@ -275,7 +275,7 @@ def test_a_metric_that_never_came_is_named_at_the_end(
 # ---- one that raises -----------------------------------------------------------------------------
 
 
-@pytest.mark.grid(1, ci=2)
+@pytest.mark.grid(1, ci=1)
 @pytest.mark.parametrize(
     ("method", "axes", "step"),
     [

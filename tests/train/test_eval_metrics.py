@@ -68,7 +68,7 @@ def measured(folder: Path, axes: str, *names: str, **settings: Any) -> RunConfig
     return make(folder, axes, train__eval_metrics=named, **settings)
 
 
-@pytest.mark.grid(3, ci=4)
+@pytest.mark.grid(3, ci=2)
 @pytest.mark.parametrize(
     "axes", ["dp2", "fsdp2", "tp2", "tp2+sequence", "pp2", "cp2", "pp2.dp2", "vp2"]
 )

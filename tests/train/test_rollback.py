@@ -76,7 +76,7 @@ def settings(**more: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.grid(1, ci=2)
+@pytest.mark.grid(1, ci=1)
 @pytest.mark.parametrize("axes", ["dp1", "fsdp2", "pp2", "a worker"])
 def test_a_spike_is_undone_and_its_samples_left_out(
     tmp_path: Path, pool: Pool, capfd: pytest.CaptureFixture[str], axes: str

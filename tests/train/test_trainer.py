@@ -419,6 +419,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.grid(2, ci=2)
 @pytest.mark.parametrize(
     ("before", "after", "tied"),
     [

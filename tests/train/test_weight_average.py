@@ -37,7 +37,7 @@ def defined(tmp_path_factory: pytest.TempPathFactory) -> list[TrainingDefinition
     return define_training(*deep_case(load(tmp_path_factory.mktemp("run"))))
 
 
-@pytest.mark.grid(1, ci=2)
+@pytest.mark.grid(1, ci=1)
 @pytest.mark.parametrize("layout", ["dp2", "fsdp2", "tp2", "pp2"])
 def test_it_is_that_of_one_device(
     defined: list[TrainingDefinition], tmp_path: Path, layout: str

@@ -450,7 +450,7 @@ def follow(pool: Any, one: Advice) -> None:
         assert after.passed, (layout, after)
 
 
-@pytest.mark.grid(ci=8)
+@pytest.mark.grid(ci=4)
 @pytest.mark.parametrize("name", ADVICE)
 def test_followed(pool: Any, name: str) -> None:
     follow(pool, ADVICE[name])
@@ -537,7 +537,7 @@ LEFT_WHOLE: dict[str, tuple[Subject, str]] = {  # what tp leaves whole, or divid
 }
 
 
-@pytest.mark.grid(ci=12)
+@pytest.mark.grid(ci=6)
 @pytest.mark.parametrize("name", LEFT_WHOLE)
 def test_one_module_is_no_reason_to_refuse(pool: Any, name: str) -> None:
     subject, whole = LEFT_WHOLE[name]

@@ -119,7 +119,7 @@ def result(pool: Any, name: str, layout: str) -> Any:
     return pool.run(check_layout, case, layout, reference(NETS[name]), world=world, timeout=60)[0]
 
 
-@pytest.mark.grid(24, ci=44)
+@pytest.mark.grid(24, ci=22)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", NETS)
 def test_equal_or_refused(pool: Any, name: str, layout: str) -> None:

@@ -184,7 +184,7 @@ def holds(pool: Any, subject: Subject, layout: str) -> None:
     assert result.passed, (result.first, result.stray, result.problem, result)
 
 
-@pytest.mark.grid(6, ci=8)
+@pytest.mark.grid(6, ci=4)
 @pytest.mark.parametrize("layout", ["tp2", "tp2+sequence", "fsdp2.tp2"])
 @pytest.mark.parametrize("kind", CUT)
 def test_cut_and_equal_to_one_device(pool: Any, kind: type[Attention], layout: str) -> None:
@@ -266,7 +266,7 @@ def family(name: str) -> nn.Module:
     return model
 
 
-@pytest.mark.grid(4, ci=4)
+@pytest.mark.grid(4, ci=2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_equals_one_device(pool: Any, name: str) -> None:
     table = plan(family(name)).params()

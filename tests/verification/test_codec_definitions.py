@@ -60,7 +60,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.grid(4, ci=8)
+@pytest.mark.grid(4, ci=4)
 @pytest.mark.parametrize(("codec", "route", "layout", "options"), RUNS, ids=str)
 def test_equals_its_definition(
     pool: Pool, codec: Any, route: str, layout: str, options: dict
@@ -279,7 +279,7 @@ def both_sides(mutant: Mutant, case: Case, layout: str) -> LayoutResult:
         return check_layout(case, layout, run_coded(case, layout, STEPS))
 
 
-@pytest.mark.grid(6, ci=12)
+@pytest.mark.grid(6, ci=6)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_change_is_seen(pool: Pool, name: str) -> None:
     codec, layout, *mutant = MUTANTS[name]

@@ -120,7 +120,7 @@ def wrong(defined: TrainingDefinition, folder: Path, *mutants: Mutant) -> list[P
     return [proof for proof in proofs if not proof.equal]
 
 
-@pytest.mark.grid(2, ci=2)
+@pytest.mark.grid(2, ci=1)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_fault_is_seen(defined: TrainingDefinition, tmp_path: Path, name: str) -> None:
     change, sees = MUTANTS[name]

@@ -234,6 +234,7 @@ def both_sides(mutant: Mutant, case: Case, layout: str) -> LayoutResult:
         return check_layout(case, layout, run_reference(case, STEPS))
 
 
+@pytest.mark.grid(12, ci=12)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_what_both_sides_run_is_seen(pool: Any, name: str) -> None:
     subject, *mutant = MUTANTS[name]

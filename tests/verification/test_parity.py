@@ -201,6 +201,7 @@ def test_layout_equals_one_device(pool: Any, name: str, layout: str) -> None:
     assert result.comms_seen, "a layout of several ranks that exchanges nothing"
 
 
+@pytest.mark.grid(4, ci=4)
 @pytest.mark.parametrize("recompute", ["selective", "full", 2])
 @pytest.mark.parametrize("layout", ["dp2", "fsdp2", "tp2+sequence", "fsdp2.tp2"])
 def test_recomputed_layout_equals_one_device(pool: Any, recompute: str | int, layout: str) -> None:

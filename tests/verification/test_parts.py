@@ -120,6 +120,7 @@ CASES: list[tuple[str, Subject]] = [
 ]
 
 
+@pytest.mark.grid(6, ci=6)
 @pytest.mark.parametrize(("layout", "subject"), CASES)
 def test_parts_equal_one_device(pool: Any, layout: str, subject: Subject) -> None:
     result = run(pool, subject, layout)

@@ -106,6 +106,7 @@ OF_LONG_PERIODS = {
 }
 
 
+@pytest.mark.grid(1, ci=1)
 @pytest.mark.parametrize("name", OF_LONG_PERIODS)
 def test_a_fault_of_long_periods_is_seen(
     defined: dict[str, TrainingDefinition], tmp_path: Path, name: str
@@ -120,7 +121,7 @@ def test_a_fault_of_long_periods_is_seen(
     assert [proof.shown for proof in proofs if not proof.equal]
 
 
-@pytest.mark.grid(2, ci=4)
+@pytest.mark.grid(2, ci=2)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_fault_of_replicas_is_seen(
     defined: dict[str, TrainingDefinition], tmp_path: Path, name: str

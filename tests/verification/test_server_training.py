@@ -126,7 +126,7 @@ MUTANTS: dict[str, tuple[tuple[str, str, str, str], str]] = {
 }
 
 
-@pytest.mark.grid(2, ci=3)
+@pytest.mark.grid(2, ci=2)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_fault_is_seen(defined: TrainingDefinition, tmp_path: Path, name: str) -> None:
     change, sees = MUTANTS[name]
@@ -201,7 +201,7 @@ OF_CODECS: dict[str, tuple[tuple[str, str, str, str], str]] = {
 }
 
 
-@pytest.mark.grid(1, ci=2)
+@pytest.mark.grid(1, ci=1)
 @pytest.mark.parametrize("name", OF_CODECS)
 def test_a_fault_of_a_codec_is_seen(int4: TrainingDefinition, tmp_path: Path, name: str) -> None:
     change, sees = OF_CODECS[name]

@@ -194,7 +194,7 @@ OF_ROLLBACK = {"losses forgotten by a checkpoint", "samples that are taken back 
 OF_ROLLBACK |= {name for name in MUTANTS if "samples that are taken back," in name}
 
 
-@pytest.mark.grid(2, ci=4)
+@pytest.mark.grid(2, ci=2)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_fault_of_training_is_seen(
     defined: list[TrainingDefinition], tmp_path: Path, name: str

@@ -112,7 +112,7 @@ MUTANTS: dict[str, tuple[tuple[str, str, str, str], str]] = {
 }
 
 
-@pytest.mark.grid(2, ci=3)
+@pytest.mark.grid(2, ci=2)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_fault_of_workers_is_seen(defined: TrainingDefinition, tmp_path: Path, name: str) -> None:
     change, sees = MUTANTS[name]
