@@ -258,11 +258,11 @@ def record_activations(
         )
         follow(name, False, False, grad)
 
-    def follow(name: str, entry: bool, forward: bool, grad: Tensor) -> None:
+    def follow(name: str, entry: bool, forward: bool, grad: Tensor | None) -> None:
         """A gradient has come to what enters a call, or leaves it. If the forward has asked for it,
         backward may come to the gradient in turn. `forward`: that gradient has gone the way of the
         forward, as every second derivative does, so the next goes back."""
-        if grad.requires_grad:
+        if grad is not None and grad.requires_grad:  # a remote backward gives None
             grad.register_hook(partial(differentiate, name, entry, not forward))
 
     def differentiate(name: str, entry: bool, forward: bool, grad: Tensor) -> None:
