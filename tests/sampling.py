@@ -8,8 +8,7 @@ Two marks, both for tests that are many or long, never for the only test of some
   least once, but not each with each. `grid(n)`: n of these cases, where each takes long.
 
 CI (`./test.sh --slow`) runs the slow tests too, and half of the cases that a grid's words need, or
-m of a `grid(n, ci=m)`. What is `slow(ci=False)` takes 40 s or more, and runs with `--all` alone: CI
-has a shorter test of the same thing.
+m of a `grid(n, ci=m)`. What is `slow(ci=False)` takes 40 s or more, and runs with `--all` alone.
 """
 
 from __future__ import annotations

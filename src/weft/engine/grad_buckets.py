@@ -105,7 +105,8 @@ class GradReducer:
             group = mesh.group(*bucket.axes, among=bucket.among)
             assert group is not None
             within: dist.ProcessGroup | None = group
-            if plan.uses_custom_dp_sync and REPLICA_AXIS in bucket.axes:
+            crosses = plan.uses_custom_dp_sync and REPLICA_AXIS in bucket.axes
+            if crosses:
                 within = mesh.group(
                     *(axis for axis in bucket.axes if axis != REPLICA_AXIS), among=bucket.among
                 )
@@ -122,12 +123,10 @@ class GradReducer:
             for p in members:
                 size = local_tensor(p).numel()
                 part = flat[offset : offset + size]
-                codec = plan.uses_custom_dp_sync and REPLICA_AXIS in bucket.axes
-                views.append(_row_major(part, p) if codec else _as_in_memory(part, p))
+                # a codec reads the rows of a matrix
+                views.append(_row_major(part, p) if crosses else _as_in_memory(part, p))
                 offset += size
-            number = (
-                len(crossing) if plan.uses_custom_dp_sync and REPLICA_AXIS in bucket.axes else None
-            )
+            number = len(crossing) if crosses else None
             made = FilledBucket(
                 group,
                 within,
