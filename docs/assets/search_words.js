@@ -26,7 +26,7 @@
       .replace(CHINESE, " ")
       .replace(/\p{sc=Han}+/gu, (run) => ` ${withWords(run)} `) // apart from words beside it
       .split(/\s+/)
-      .map((word) => word.replace(/[?？!！.,，。;；]+$/u, ""))
+      .map((word) => word.replace(/[?？!！.,，。;；+]+$/u, ""))
       .filter((word) => word && !ENGLISH.has(word.toLowerCase()));
     return kept.length ? kept.join(" ") : query;
   };
