@@ -285,7 +285,7 @@ QUESTIONS = [
          "200 步后的评估损失"),
         ("LoRA 微调 7B 单卡 24G 显存够吗", FAQ, "how-much-memory-does-lora", "占显存的是基座模型"),
         ("一台机器掉了训练怎么自动恢复", FAQ, "a-machine", "用三台继续"),
-        ("流水线各阶段不均衡 模型在哪里切开", "pipelines", "where-a-model-is-split", "`\"time\"`"),
+        ("流水线各阶段不均衡 模型在哪里切开", FAQ, "pipeline-stages-are", "少分到几个块"),
         ("单卡训练代码怎么改成多卡", FAQ, "how-do-i-turn-a-script", "代替 `model.to(device)`"),
         ("通信占了多少时间，怎么和计算重叠", FAQ, "is-communication", "被掩盖"),
         ("MoE 训练 EP 和 TP 怎么选", FAQ, "moe-expert-parallelism", "让专家保持完整"),
