@@ -222,8 +222,8 @@ class GradReducer:
             for p, view in zip(bucket.params, bucket.views, strict=True):
                 if bucket.stored and p.grad is not None:
                     local_tensor(p.grad).copy_(view)
-                elif bucket.stored and bucket.number is not None and isinstance(p, DTensor):
-                    # reached on another replica alone; where on none, drop_unused takes it away
+                elif bucket.stored and isinstance(p, DTensor):
+                    # reached on another rank alone; where on none, drop_unused takes it away
                     p.grad = DTensor.from_local(
                         view.to(p.dtype, copy=True),
                         p.device_mesh,
