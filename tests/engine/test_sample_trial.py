@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import weft
 from tests.cases import BATCH, LENGTH, VOCAB, Fused, images
 from tests.verification.contrastive import TwoTowers, both_ways, clip, pairs
 from weft.core.errors import ConfigError, UnsupportedModel
+from weft.engine.sample_trial import SampleTrial
 from weft.launch import Pool
 from weft.losses import classification, cross_entropy, mse, next_token, whole_batch
 from weft.models import convnet, decoder
@@ -429,3 +431,25 @@ def test_microbatches_are_parts_of_the_batch_too() -> None:
 
 def test_what_divides_no_batch_trains_what_mixes() -> None:
     assert begin(TwoTowers, pairs, local_clip, "dp1") > 0.0
+
+
+def modes_tried(layout: str) -> list[bool]:
+    """In which modes this rank tries samples: in training, or not."""
+    torch.manual_seed(0)
+    model, sample = decoder(), {key: value[:2] for key, value in words().items()}
+    plan = weft.plan(model, layout, batch=BATCH, loss=next_token, sample=sample)
+    tried, find = list[bool](), SampleTrial._find
+
+    def count(self: SampleTrial, way: Any, weights: Any, training: bool) -> Any:
+        tried.append(training)
+        return find(self, way, weights, training)
+
+    with mock.patch.object(SampleTrial, "_find", count):
+        weft.Engine(model, plan, optimizer=torch.optim.AdamW, loss=next_token, sample=sample)
+    return tried
+
+
+@pytest.mark.parametrize("layout", ["dp2", "fsdp2"])
+def test_ranks_that_hold_all_weights_share_the_modes(pool: Pool, layout: str) -> None:
+    alone = [[False], [True]] if layout == "dp2" else [[False, True]] * 2
+    assert pool.run(modes_tried, layout, world=2) == alone

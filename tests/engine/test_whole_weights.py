@@ -34,6 +34,7 @@ def gather_all(layout: str) -> int:
             assert torch.equal(made, value), name
             made.zero_()
             assert torch.equal(weights(name), value), f"{name}: a trial may write into it"
+    assert weights.local == (not summed.called)
     return summed.call_count
 
 

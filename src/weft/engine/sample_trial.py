@@ -1,18 +1,21 @@
 """The trial before the first step: does the model, or its loss, mix samples that a layout parts?
 
-Every rank runs the whole model on the same two samples, together and one by one, with the weights
-of one block at a time.
+Ranks run the whole model on the same two samples, together and one by one, with the weights of one
+block at a time, as in evaluation and as in training. Where each rank has all weights, every second
+one runs as in training, and the others as in evaluation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
-from weft.core import DTYPES, LocalShard, Plan, broadcast_value
+from weft.core import DTYPES, LocalShard, Plan, broadcast_value, gather_json
 from weft.nn import find_experts, model_arguments
 from weft.parallel import Mesh, parallelize
 
@@ -72,10 +75,27 @@ class SampleTrial:
             sample = broadcast_value(sample, 0, group)
         sample = {key: value.to(device) for key, value in sample.items()}
         ways = [*trial_ways(self._model, self._plan, self._mesh, self._sequence, sample)]
-        for training in (False, True):  # some models mix samples only as they train
+        modes = [False, True]  # some models mix samples only as they train
+        shared = group if weights.local else None  # each rank takes one of them
+        if shared is not None:
+            modes = [modes[shared.rank() % len(modes)]]
+        for found in self._found(modes, ways, weights, shared):
+            raise mixing_error(found, self._model, self._loss, _divided(self._plan))
+
+    def _found(
+        self,
+        modes: Sequence[bool],
+        ways: Sequence[TrialWay],
+        weights: WholeWeights,
+        shared: dist.ProcessGroup | None,
+    ) -> Iterator[Mixing]:
+        """What each mode finds, and those of the ranks that share the modes."""
+        for training in modes:
             found = self._in_mode(training, ways, weights)
-            if found is not None:
-                raise mixing_error(found, self._model, self._loss, _divided(self._plan))
+            own = None if found is None else asdict(found)
+            for each in [own] if shared is None else gather_json(own, shared):
+                if each is not None:
+                    yield Mixing(**each)
 
     def _in_mode(
         self, training: bool, ways: Iterable[TrialWay], weights: WholeWeights

@@ -33,6 +33,11 @@ class WholeWeights:
         }
         self._copied = copied if plan.staging is None else set[str]()
 
+    @property
+    def local(self) -> bool:
+        """Whether each rank holds all of all weights."""
+        return len(self._copied) == len(self._weights)
+
     def __call__(self, name: str) -> Tensor:
         """The weight of this name, in a tensor of its own."""
         weight, shard = self._weights[name], self._held.get(name)
