@@ -11,12 +11,14 @@ from weft.core import (
     Layout,
     LayoutError,
     Schedule,
+    Stage,
     Staging,
     Step,
     UnsupportedModel,
+    is_inside,
     stage_runs_module,
 )
-from weft.nn import Roles, chain_module
+from weft.nn import Roles
 from weft.pipeline import simulate
 
 from .axes import FEATURE_AXES, STATE_AXES
@@ -25,8 +27,9 @@ from .plan_request import PlanRequest
 
 def modules_of_one_stage(
     request: PlanRequest, roles: Roles, steps: Sequence[Step], blocks: tuple[str, ...]
-) -> dict[str, str]:
-    """Module that must lie in one stage -> the feature that needs it.
+) -> dict[tuple[str, ...], str]:
+    """Module, or several that run one after another, that must lie in one stage -> the feature that
+    needs it.
 
     Args:
         request: what is planned.
@@ -41,17 +44,24 @@ def modules_of_one_stage(
     if isinstance(recompute, int):
         again = blocks[::recompute]
     gathered = [(s.module, *s.gather.beside) for s in steps if s.gather is not None and s.module]
-    units = {name: "sharding" for unit in gathered for name in unit}
-    units |= dict.fromkeys(again, "recompute")
+    units: dict[tuple[str, ...], str] = {}
+    units |= {(name,): "sharding" for unit in gathered for name in unit}
+    units |= {(name,): "recompute" for name in again}
     if layout.active_axes(*FEATURE_AXES):
-        units |= {chain_module(chain): "tensor parallelism" for chain in roles.chains}
+        entries = {(chain.entry,) for chain in roles.chains if chain.entry}
+        units |= dict.fromkeys(entries, "tensor parallelism")
+        units |= {chain.linears: "tensor parallelism" for chain in roles.chains}
     if layout.has_option("sequence"):
-        units |= dict.fromkeys(blocks, "sequence parallelism")
+        units |= {(name,): "sequence parallelism" for name in blocks}
     return units
 
 
 def check_stages(
-    layout: Layout, staging: Staging, staged: Schedule, units: Mapping[str, str], precision: str
+    layout: Layout,
+    staging: Staging,
+    staged: Schedule,
+    units: Mapping[tuple[str, ...], str],
+    precision: str,
 ) -> None:
     """Check the stages against the schedule, the precision and the units of other features.
 
@@ -59,30 +69,46 @@ def check_stages(
         layout: The axes.
         staging: The stages.
         staged: The schedule.
-        units: Module that must lie in one stage -> the feature that needs it.
+        units: Module, or several that run one after another, that must lie in one stage -> the
+            feature that needs it.
         precision: The dtype of computation.
 
     Raises:
         Refusal: A stage cuts a unit, or the schedule does not work with the rest.
     """
+    single = {unit[0]: feature for unit, feature in units.items() if len(unit) == 1}
     for one in staging.stages:
-        inside = next((u for u in units if one.first.startswith(u + ".")), None)
+        inside = next((u for u in single if one.first.startswith(u + ".")), None)
         if inside is not None:
+            feature = single[inside]
             raise UnsupportedModel(
                 "pipeline.cut",
                 one.first,
-                f"cuts {inside} in two, which must stay one unit of {units[inside]}",
+                f"cuts {inside} in two, which must stay one unit of {feature}",
                 f"cut before {inside} or before what follows it",
             )
-    keeping = next((u for u in units if u in staging.around), None)
+    keeping = next((u for u in single if u in staging.around), None)
     if keeping is not None:
+        feature = single[keeping]
         raise UnsupportedModel(
             "pipeline.cut",
             staging.stages[1].first,
             f"{keeping} keeps a tensor that other modules read, so every stage would run its"
-            f" code, and it must stay one unit of {units[keeping]}",
+            f" code, and it must stay one unit of {feature}",
             f"return the tensor from {keeping}",
         )
+    for unit, feature in units.items():
+        of_unit = [
+            stage for stage in staging.stages if any(_runs(stage, module) for module in unit)
+        ]
+        if len(unit) > 1 and len(of_unit) > 1:
+            first, *_, last = unit
+            raise UnsupportedModel(
+                "pipeline.cut",
+                of_unit[-1].first,
+                f"comes between {first} and {last}, which must stay one unit of {feature}",
+                f"cut before {first} or after {last}",
+            )
     if not staged.versions:
         return
     if precision == "fp16":
@@ -142,3 +168,7 @@ def bubble_note(staged: Schedule) -> str:
     text = f"{staged.name}, {count}: ranks wait {timeline.bubble_fraction:.0%} of a step"
     more = "" if timeline.bubble_fraction < 0.25 else "; a larger train.accumulate makes it less"
     return f"{text} if all stages take the same time{more}"
+
+
+def _runs(stage: Stage, module: str) -> bool:
+    return any(is_inside(module, called) for called in stage.modules)

@@ -48,7 +48,7 @@ def make_stages(
     inputs: Sequence[str] | None,
     sample: Mapping[str, Tensor] | None,
     counted: Sequence[str] = (),
-    units: Collection[str] = (),
+    units: Collection[tuple[str, ...]] = (),
     loss: Callable | None = None,
 ) -> tuple[Staging, Schedule]:
     """The stages of `model` over `pp`, and the schedule that runs them.
@@ -65,7 +65,8 @@ def make_stages(
         inputs: The entries that the model is called with; None for those that its forward names.
         sample: A batch, along which the forward is traced.
         counted: Modules that count their own dropout masks, as blocks do.
-        units: Modules that a cut is to leave whole.
+        units: Modules that a cut is to leave whole, each alone or with others that run one after
+            another.
         loss: (output, batch) -> (sum, weight), of the sample too; None: not known.
 
     Raises:
@@ -116,7 +117,7 @@ def _split(
     made: Schedule,
     where: str | Sequence[str],
     blocks: Sequence[str],
-    units: Collection[str],
+    units: Collection[tuple[str, ...]],
     counted: Sequence[str],
 ) -> Staging:
     """The stages. A cut that weft chose, and that is refused at the call of its module, is tried
@@ -281,7 +282,7 @@ def _points(
     made: Schedule,
     where: str | Sequence[str],
     blocks: Sequence[str],
-    units: Collection[str],
+    units: Collection[tuple[str, ...]],
     given_up: Collection[str],
 ) -> tuple[str, ...]:
     if not isinstance(where, str):

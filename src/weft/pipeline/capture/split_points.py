@@ -24,23 +24,33 @@ class SplitPoint:
 
 
 def split_points(
-    graph: ForwardGraph, blocks: Collection[str] = (), units: Collection[str] = ()
+    graph: ForwardGraph, blocks: Collection[str] = (), units: Collection[tuple[str, ...]] = ()
 ) -> list[SplitPoint]:
     """The parts of a model between which a split is sensible, in order of execution. Blocks and
-    units are not divided; modules that contain blocks, Sequentials and modules with a list are. The
-    first part begins with the forward. One begins with a module that is called several times, as
-    the head of two views, if it uses no weight of those before."""
+    units, of a module or of several that run one after another, are not divided; modules that
+    contain blocks, Sequentials and modules with a list are. The first part begins with the forward.
+    One begins with a module that is called several times, as the head of two views, if it uses no
+    weight of those before."""
     counts, earliest = Counter[str](), dict[str, int]()
     for index in graph.calls():
         counts[graph.events[index].name] += 1
         earliest.setdefault(graph.events[index].name, index)
     repeated = {n for n, place in earliest.items() if counts[n] > 1 and graph.parts_weights(place)}
-    found = _descend(graph, 0, set(blocks), {*units, *repeated})
+    whole = {unit[0] for unit in units if len(unit) == 1}
+    found = _descend(graph, 0, set(blocks), whole | repeated)
+    within = {
+        index
+        for unit in units
+        if (places := [earliest[name] for name in unit if name in earliest])
+        for index in range(min(places) + 1, max(places) + 1)
+    }
     once = {name for name, number in counts.items() if number == 1}
     starts = [
         i
         for i in found
-        if graph.events[i].name in once | repeated and earliest[graph.events[i].name] == i
+        if graph.events[i].name in once | repeated
+        and earliest[graph.events[i].name] == i
+        and i not in within
     ]
     order = {index: place for place, index in enumerate(graph.calls())}
     atoms, seen = [], set[str]()
