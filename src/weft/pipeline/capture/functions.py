@@ -101,7 +101,13 @@ def count_draws(func: Callable, args: tuple, kwargs: Mapping[str, Any]) -> int:
     return 0
 
 
+# of `a < b` Python calls `b > a` where b, a placeholder, is of a subclass
+_MIRRORED = {"gt": "lt", "ge": "le"}
+
+
 def function_name(func: Callable) -> str:
-    """The name of a PyTorch function, or of the attribute that it reads."""
+    """The name of a PyTorch function, or of the attribute that it reads. A comparison has one name
+    from both sides."""
     owner = getattr(func, "__self__", None)  # an attribute's __get__ is a method of its descriptor
-    return owner.__name__ if inspect.isgetsetdescriptor(owner) else func.__name__
+    name = owner.__name__ if inspect.isgetsetdescriptor(owner) else func.__name__
+    return _MIRRORED.get(name, name)

@@ -186,6 +186,8 @@ class SkippedShapes:
     ) -> Any:
         """What this module (by its name) or function returns, with FakeTensors. Raises
         UnsupportedModel."""
+        if work is Tensor.__getitem__:
+            args = (args[0], _without_masks(args[1]))
         try:
             key: Hashable = (work, cast, self.real.training, _signature(args), _signature(kwargs))
         except TypeError:  # an argument that is not known by its value
@@ -228,6 +230,18 @@ class SkippedShapes:
         return (
             t if isinstance(t, FakeTensor) else torch.empty(t.shape, dtype=t.dtype, device=t.device)
         )
+
+
+def _without_masks(index: Any) -> tuple:
+    """The index with places instead of masks whose elements are here: so many rows are chosen."""
+    places: list[Any] = []
+    for each in index if isinstance(index, tuple) else (index,):
+        masks = isinstance(each, Tensor) and each.dtype == torch.bool and each.ndim
+        if masks and not isinstance(each, PlaceholderTensor):
+            places += each.nonzero().unbind(1)
+        else:
+            places.append(each)
+    return tuple(places)
 
 
 class SkippedWork:
