@@ -24,6 +24,7 @@ def without_weights_read_elsewhere(request: PlanRequest, roles: Roles) -> Roles:
     owned = {w for chain in roles.chains for w in _weights(chain)}
     owned |= {(f"{name}.weight", name) for name in (*roles.embeddings, *roles.heads)}
     owned |= {(f"{each.module}.weight", each.module) for each in roles.lone}
+    owned |= {(f"{each.module}.bias", each.module) for each in roles.lone if each.by == "output"}
     read = _read_elsewhere(request, owned)
     if not read:
         return roles
@@ -49,7 +50,8 @@ def without_weights_read_elsewhere(request: PlanRequest, roles: Roles) -> Roles:
 def _weights(chain: Chain) -> set[tuple[str, str]]:
     """Its weights, each with the module that is to read it."""
     if not chain.by_entry:
-        return {(f"{name}.weight", name) for name in chain.linears}
+        biases = {(f"{name}.bias", name) for name in chain.columns}
+        return {(f"{name}.weight", name) for name in chain.linears} | biases
     return {(name, chain.entry or "") for name in (f"{chain.row}.weight", *chain.parameters)}
 
 

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weft._torch.modes import TorchDispatchMode, without_dispatch_modes
-from weft._torch.tensors import FakeTensor, FakeTensorMode, make_fake, quiet_fake_tensors
+from weft._torch.tensors import (
+    NEEDS_ELEMENTS,
+    FakeTensor,
+    FakeTensorMode,
+    make_fake,
+    quiet_fake_tensors,
+)
 from weft._torch.trees import tree_leaves
 from weft.pipeline import copy_with_tensors, is_parameter
 
@@ -123,9 +129,10 @@ class _KnownElements(TorchDispatchMode):
                 self._truths.append((made, _TRUTHS[func.overloadpacket]))
             return made
         if not reads:
-            shaped = func(*args, **kwargs)
-            if any(_has_fractions(t) or t.is_meta for t in tree_leaves(shaped, Tensor)):
-                return shaped
+            with suppress(*NEEDS_ELEMENTS):  # as `x[mask]` of integers, which have them
+                shaped = func(*args, **kwargs)
+                if any(_has_fractions(t) or t.is_meta for t in tree_leaves(shaped, Tensor)):
+                    return shaped
         with without_dispatch_modes():
             return func(*args, **kwargs)
 
