@@ -185,6 +185,12 @@ def storage_id(tensor: Tensor) -> int:
         return -id(tensor)  # no other tensor shares it
 
 
+def is_in_transform(tensor: Tensor) -> bool:
+    """Whether a function transform, such as `torch.vmap`, is at work on a tensor, which has no
+    elements of its own after it."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def whole_tensor(tensor: Tensor) -> Tensor:
     """The tensor of which this one is a view; itself, if it is none. Torch has no public name for
     it."""

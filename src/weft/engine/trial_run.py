@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from weft._torch.autograd import in_backward
-from weft._torch.tensors import without_function_modes
+from weft._torch.tensors import is_in_transform, without_function_modes
 from weft.core import COPY, DTYPES, EXPERTS, SUM, DtypeRule, Plan, Refusal, Weight
 from weft.nn import module_calls
 from weft.parallel import FEATURE_AXES, SEQUENCE_AXES, Mesh
@@ -373,6 +373,6 @@ def _modes(
 
 def first_tensor(value: Any, integers: bool = False) -> Tensor | None:
     """The first tensor, of floating-point numbers or any, in what a module returns: of a model
-    usually the logits."""
+    usually the logits. None inside of a function transform."""
     found = (t for t in tensors_in(value) if integers or t.is_floating_point())
-    return next(found, None)
+    return next((t for t in found if not is_in_transform(t)), None)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from weft._torch.autograd import in_backward
-from weft._torch.tensors import view_base, without_function_modes
+from weft._torch.tensors import is_in_transform, view_base, without_function_modes
 from weft._torch.trees import tree_leaves
 from weft.engine import whole_of
 from weft.nn import GateBias, find_experts, routing_arguments
@@ -86,9 +86,10 @@ class ActivationRecorder:
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    """The first floating-point tensor in a module's arguments or output."""
+    """The first floating-point tensor in a module's arguments or output; none inside of a function
+    transform."""
     if isinstance(value, Tensor):
-        return value if value.is_floating_point() else None
+        return value if value.is_floating_point() and not is_in_transform(value) else None
     parts = (
         value.values()
         if isinstance(value, dict)

@@ -184,7 +184,7 @@ def _module_calls(
         if not (chosen or flat or _parts_samples(plan, shapes, mine)):
             continue
         rows = shapes[0][side][0]
-        usual = {rows, rows * plan.microbatch // crossing.samples}
+        usual = {rows, rows * plan.microbatch / crossing.samples}
         chosen = chosen or any(call[side] and call[side][0] not in usual for call in mine)
         chosen = chosen or _parts_samples(plan, shapes, mine)
         if chosen and plan.sequence_size == 1 and not plan.sliced(name):
