@@ -12,9 +12,12 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from weft._torch.autograd import (
+    REENTRANT,
+    Recomputation,
     forwards_of_functions,
     in_backward,
     input_metadata,
+    recomputation,
     rerun_by,
     run_backward,
 )
@@ -100,7 +103,32 @@ def test_a_forward_knows_what_will_run_it_again(reentrant: bool) -> None:
     Reversible.apply(leaf, net.forward)  # code of the function's own
     with torch.no_grad():
         net(leaf)
-    assert found == ["", "torch.utils.checkpoint", "", "Reversible", "", ""]
+    kind = REENTRANT if reentrant else "torch.utils.checkpoint"
+    assert found == ["", kind, "", "Reversible", "", ""]
+
+
+def test_a_function_knows_which_call_of_checkpoint_computes_it_again() -> None:
+    found: list[Recomputation | None] = []
+
+    def outer(x: Tensor) -> Tensor:
+        found.append(recomputation())
+        return x * x
+
+    x = torch.ones(2, requires_grad=True)
+    outer(x)
+    one, two = (checkpoint(outer, x, use_reentrant=False) for _ in range(2))
+    for output in (two, one):
+        torch.autograd.grad(output.sum(), x, retain_graph=True)
+    torch.autograd.grad(one.sum(), x)
+    with saved_tensors_hooks(id, id):
+        outer(x)
+    assert found[0] is None and found[-1] is None
+    first, second, of_second, of_first, once_more = found[1:-1]
+    assert first is not None and second is not None and first.call is not second.call
+    assert first.backward is None and second.backward is None
+    assert of_first is not None and of_second is not None and once_more is not None
+    assert of_first.call is first.call is once_more.call and of_second.call is second.call
+    assert len({of_first.backward, of_second.backward, once_more.backward, None}) == 4
 
 
 def test_a_backward_gives_gradients_or_adds_them_to_leaves() -> None:

@@ -8,6 +8,7 @@ import random
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import combinations, islice
 
@@ -188,6 +189,9 @@ class Work:
     def before(self, action: Action) -> None:
         self.log.append(action)
 
+    def around_backward(self) -> AbstractContextManager:
+        return nullcontext()
+
     def after(self, action: Action) -> None:
         assert self.log[-1] == action
 
@@ -299,6 +303,9 @@ class Two:
         if stage == 0:
             return {0: torch.ones(self.shape(microbatch)) * self.w}, None
         return {}, received[0].sum() * self.w
+
+    def around_backward(self) -> AbstractContextManager:
+        return nullcontext()
 
     def before(self, action: Action) -> None: ...
 
@@ -469,6 +476,9 @@ class Counting:
 
     def before(self, action: Action) -> None:
         self.log.append((action, _living(self.saved), _living(self.made)))
+
+    def around_backward(self) -> AbstractContextManager:
+        return nullcontext()
 
     def after(self, action: Action) -> None: ...
 

@@ -4,9 +4,12 @@ that are made for each sample."""
 # as their authors write them: without annotations, with one-letter names
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.cases import BATCH, LENGTH, VOCAB, FusedBlock, Subject, tokens
@@ -100,6 +103,162 @@ class TaskHyper(nn.Module):
         )
 
 
+class Implicit(nn.Module):
+    """The same small field for each sample, at points of its own (torch.func)."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 6))
+        self.field = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 1))
+        self.shift = nn.Linear(8, 12)
+
+    def at(self, code, shift, points):
+        own = {"0.bias": self.field[0].bias + shift}
+        x = torch.cat([points, code.expand(len(points), -1)], -1)
+        return functional_call(self.field, own, (x,))[:, 0]
+
+    def forward(self, x, points):
+        return torch.vmap(self.at)(self.encode(x), self.shift(x), points)
+
+
+class ChosenRows(nn.Module):
+    """A feed-forward of the rows that the data choose, some more of some samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(5, 16), nn.Linear(16, 4)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, nodes, chosen):
+        x = self.first(nodes)
+        y = torch.zeros_like(x)
+        y[chosen] = self.down(F.gelu(self.up(x[chosen])))
+        return self.head((x + y).mean(1))
+
+
+class DroppedEdges(nn.Module):
+    """Drops out messages, of which each graph has as many as it has edges."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.message, self.head = nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, nodes, edges, kinds):
+        b, n, _ = nodes.shape
+        real = kinds.flatten() > 0
+        start = n * torch.arange(b)[:, None, None]
+        src, dst = (edges + start).flatten(0, 1)[real].t()
+        x = self.first(nodes).flatten(0, 1)
+        messages = F.dropout(self.message(x)[src], 0.3, self.training)
+        return self.head(x.index_add(0, dst, messages).view(b, n, -1).mean(1))
+
+
+class Trimmed(nn.Module):
+    """Cuts sequences to the longest before it drops out."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(5, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, nodes, lengths):
+        x = self.first(nodes[:, : int(lengths.max())])
+        x = F.dropout(torch.tanh(x), 0.2, self.training)
+        return self.head(self.second(x).sum(1))
+
+
+class Lengths(nn.Module):
+    """Lengths shrink with the sequence, and later blocks compare positions with them."""
+
+    def __init__(self):
+        super().__init__()
+        self.subsample = nn.Conv1d(5, 16, 3, stride=2, padding=1)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.head = nn.Linear(16, 4)
+
+    def shorter(self, nodes, lengths):
+        return self.subsample(nodes.transpose(1, 2)).transpose(1, 2), (lengths - 1) // 2 + 1
+
+    def forward(self, nodes, lengths):
+        x, lengths = self.shorter(nodes, lengths)
+        for block in self.blocks:
+            real = torch.arange(x.size(1))[None] < lengths[:, None]
+            late = torch.arange(x.size(1))[None] >= lengths[:, None] - 1
+            x = x + torch.tanh(block(x)) * real[..., None] + 0.1 * late[..., None]
+        return self.head(x.mean(1))
+
+
+class LinearsAtRoot(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2, self.fc3 = nn.Linear(8, 32), nn.Linear(32, 16), nn.Linear(16, 32)
+        self.fc4, self.fc5, self.fc6 = nn.Linear(32, 16), nn.Linear(16, 32), nn.Linear(32, 4)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        x = self.drop(F.relu(self.fc2(F.relu(self.fc1(x)))))
+        x = self.drop(F.relu(self.fc4(F.relu(self.fc3(x)))))
+        return self.fc6(F.relu(self.fc5(x)))
+
+
+class AttentionAtRoot(nn.Module):
+    def __init__(self, d=16):
+        super().__init__()
+        self.emb, self.norm, self.head = (
+            nn.Embedding(VOCAB, d),
+            nn.LayerNorm(d),
+            nn.Linear(d, VOCAB),
+        )
+        self.q, self.k, self.v, self.o = (nn.Linear(d, d) for _ in range(4))
+        self.up, self.down = nn.Linear(d, 2 * d), nn.Linear(2 * d, d)
+
+    def forward(self, input_ids):
+        x = self.emb(input_ids)
+        b, s, d = x.shape
+        q, k, v = (f(x).view(b, s, 4, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).reshape(b, s, d))
+        return self.head(x + self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class FeaturesAmongTokens(nn.Module):
+    """Features of images take the places of a token, whose number is checked (LLaVA)."""
+
+    def __init__(self, d=16):
+        super().__init__()
+        self.emb, self.project = nn.Embedding(VOCAB, d), nn.Linear(5, d)
+        self.blocks = nn.ModuleList(FusedBlock(d, 4, 0.0) for _ in range(2))
+        self.head = nn.Linear(d, VOCAB)
+
+    def forward(self, input_ids, images):
+        x, features = self.emb(input_ids), self.project(images)
+        special = (input_ids == 0).unsqueeze(-1).expand_as(x)
+        if x[special].numel() != features.numel():
+            raise ValueError("as many features as tokens")
+        x = x.masked_scatter(special, features)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def linears_in_list():
+    sizes = [8, 32, 16, 32, 16, 32, 16, 32, 4]
+    pairs = ((nn.Linear(a, b), nn.ReLU()) for a, b in itertools.pairwise(sizes))
+    return Named(nn.Sequential(*itertools.chain(*pairs)))
+
+
+class Named(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def vectors():
+    return {"x": torch.randn(BATCH, 8), "target": torch.randn(BATCH, 4)}
+
+
 def molecules(n=6, e=9):
     return {
         "nodes": torch.randn(BATCH, n, 5),
@@ -129,6 +288,50 @@ def apart():
     return TaskHyper(True)
 
 
+def fields():
+    x, points = torch.randn(BATCH, 8), torch.randn(BATCH, 7, 2)
+    return {"x": x, "points": points, "target": torch.randn(BATCH, 7)}
+
+
+def choices(n=6):
+    """One row of each sample, and two of the last: 2 in each microbatch of the first rank."""
+    chosen = torch.zeros(BATCH, n, dtype=torch.bool)
+    chosen[torch.arange(BATCH), torch.randint(0, n - 1, (BATCH,))] = True
+    chosen[-1, n - 1] = True
+    return {
+        "nodes": torch.randn(BATCH, n, 5),
+        "chosen": chosen,
+        "target": torch.randn(BATCH, 4),
+    }
+
+
+def graphs(n=6, e=9):
+    kinds = torch.ones(BATCH, e, dtype=torch.int64)
+    for row in range(BATCH):
+        kinds[row, e - row % 3 :] = 0
+    return {
+        "nodes": torch.randn(BATCH, n, 5),
+        "edges": torch.randint(0, n, (BATCH, e, 2)),
+        "kinds": kinds,
+        "target": torch.randn(BATCH, 4),
+    }
+
+
+def captions(n=3):
+    ids = torch.randint(1, VOCAB, (BATCH, LENGTH))
+    ids[:, :n] = 0
+    labels = torch.randint(0, VOCAB, (BATCH, LENGTH))
+    return {"input_ids": ids, "images": torch.randn(BATCH, n, 5), "labels": labels}
+
+
+def signals(n=12):
+    return {
+        "nodes": torch.randn(BATCH, n, 5),
+        "lengths": torch.randint(n // 2, n + 1, (BATCH,)),
+        "target": torch.randn(BATCH, 4),
+    }
+
+
 EDGES = {
     "megabyte": Subject(MegaByte, tokens, next_token),
     "mpnn": Subject(MPNN, molecules, mse),
@@ -138,4 +341,13 @@ EDGES = {
     ),
     "task-hyper": Subject(within, tasks, mse),
     "task-hyper-apart": Subject(apart, tasks, mse),
+    "linears-in-list": Subject(linears_in_list, vectors, mse),
+    "linears-at-root": Subject(LinearsAtRoot, vectors, mse),
+    "attention-at-root": Subject(AttentionAtRoot, tokens, next_token),
+    "features-among-tokens": Subject(FeaturesAmongTokens, captions, next_token),
+    "implicit": Subject(Implicit, fields, mse),
+    "chosen-rows": Subject(ChosenRows, choices, mse),
+    "dropped-edges": Subject(DroppedEdges, graphs, mse),
+    "lengths": Subject(Lengths, signals, mse),
+    "trimmed": Subject(Trimmed, signals, mse),
 }

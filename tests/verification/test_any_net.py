@@ -4,6 +4,7 @@ the first update."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from tests.verification.nets_of_research import RESEARCH
 from tests.verification.nets_of_the_web import WEB
 from tests.verification.nets_of_tutorials import TUTORIALS
 from tests.verification.nets_of_visitors import VISITORS
+from tests.verification.nets_that_recompute import THAT_RECOMPUTE
 from tests.verification.nets_with_gradients import WITH_GRADIENTS
 from tests.verification.nets_with_quirks import QUIRKS
 from weft.core.errors import Refusal
@@ -34,7 +36,7 @@ from weft.verification.mixing import mixed_samples
 
 NETS = FIRST | PAPERS | QUIRKS | FAMILIES | TUTORIALS | REPOSITORIES | ARCHITECTURES | EDGES | WEB
 NETS |= LAYERS_IN_PARTS | PUBLIC_CODE | GITHUB | PRACTICE | VISITORS | LABORATORIES
-NETS |= WITH_GRADIENTS | RESEARCH | IN_PLACE
+NETS |= WITH_GRADIENTS | RESEARCH | IN_PLACE | THAT_RECOMPUTE
 LAYOUTS = ("dp2", "fsdp2", "tp2", "pp2", "dp2.tp2")
 TP = ("tp2", "dp2.tp2")
 SAMPLES = ("dp2", "fsdp2", "dp2.tp2")  # ranks have other samples
@@ -82,13 +84,21 @@ REFUSED: dict[tuple[str, str], str] = {
         for name in ("hamiltonian", "kdv", "forces")
     },
     ("preactivated", "fsdp2"): "blocks.0 changes in place what enters it",
+    ("checkpointed-gradient", "pp2"): "the forward took another path",
     ("critic", "pp2"): "the model has only one module at which",
     ("stochastic-depth", "pp2"): "into Python",
     **{("lazy", at): "no shape before the first forward" for at in LAYOUTS},
     **{("made-later", at): "is made by the first forward" for at in LAYOUTS},
     **{("frozen", at): "none of its parameters is trainable" for at in LAYOUTS},
     ("checkpointed-conv", "pp2"): "backward changes it again, and a pipeline runs backward",
+    **{("checkpointed-reentrant", at): "Pass use_reentrant=False" for at in LAYOUTS},
+    **{("checkpointed-twice", at): "is inside of another one under it" for at in LAYOUTS},
+    **{("dropped-edges", at): "its shape follows from the data, as of edges" for at in LAYOUTS},
+    **{("checkpointed-hooks", at): "with hooks of saved tensors inside" for at in LAYOUTS},
+    **{("trimmed", at): "its shape follows from the data, as of edges" for at in LAYOUTS},
     ("transformer-xl", "pp2"): "the model has only one module at which",
+    ("chosen-rows", "pp2"): "is sent between stages, and was float64.* with gradient before",
+    ("implicit", "pp2"): "is another stage.s, and .* does not run without it",
     ("task-hyper", "pp2"): "is another stage.s, and .* does not run without it",
     ("swish", "pp2"): "made by something that is no PyTorch function",
     ("packed", "pp2"): r"packed = pack_padded_sequence.* and was int64",
@@ -119,7 +129,7 @@ def result(pool: Any, name: str, layout: str) -> Any:
     return pool.run(check_layout, case, layout, reference(NETS[name]), world=world, timeout=60)[0]
 
 
-@pytest.mark.grid(24, ci=22)
+@pytest.mark.grid(24, ci=24)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", NETS)
 def test_equal_or_refused(pool: Any, name: str, layout: str) -> None:
@@ -180,6 +190,28 @@ def test_gradients_that_the_forward_asks_for_recompute(pool: Any, name: str, lay
 @pytest.mark.parametrize("layout", ["pp2.fsdp2", "pp2.fsdp2+zero2"])
 def test_a_stage_asks_for_a_gradient(pool: Any, layout: str) -> None:
     found = result(pool, "readout", layout)
+    assert found.passed, found
+
+
+def test_a_stage_reads_weights_that_only_another_one_learns(pool: Any) -> None:
+    """Its shards have no gradient of their own, and get that of the other stage."""
+    found = result(pool, "flow-matching", "pp2.fsdp2")
+    assert found.first is None and found.problem is None
+    assert max(found.loss_rel_err, found.grad_rel_err, found.param_rel_err) < 1e-9
+
+
+@pytest.mark.parametrize("name", ["checkpointed-pairs", "checkpointed-gradient"])
+def test_a_checkpoint_changes_no_number(pool: Any, name: str) -> None:
+    """Nor in the one-device run, which repeats draws by the same rule."""
+    bare = replace(NETS[name], build=partial(NETS[name].build, again=False))
+    case = NETS[name].case()
+    found = pool.run(check_layout, case, "dp2", reference(bare), world=2, timeout=60)[0]
+    assert max(found.loss_rel_err, found.grad_rel_err, found.param_rel_err) < 1e-9, found
+
+
+@pytest.mark.parametrize("name", ["linears-in-list", "linears-at-root", "attention-at-root"])
+def test_stages_begin_between_chains_of_one_module(pool: Any, name: str) -> None:
+    found = result(pool, name, "pp2.tp2")
     assert found.passed, found
 
 

@@ -103,8 +103,8 @@ MUTANTS = {
     ),
     "alpha dropout without its shift": (
         "squares",
-        FUNCTIONS,
-        "FunctionOverrides._alpha",
+        "weft.engine.drawn_numbers",
+        "DrawnNumbers._alpha",
         " - a * _SELU_FLOOR * p",
         "",
     ),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
 _CHECKPOINT = "torch.utils.checkpoint"
+REENTRANT = "torch.utils.checkpoint with use_reentrant=True"  # the older kind
 
 
 def in_backward() -> bool:
@@ -99,24 +101,64 @@ class _HookWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class Recomputation(NamedTuple):
+    """A function that torch.utils.checkpoint runs (`use_reentrant=False`).
+
+    `call`: of checkpoint, an object that can be a weak key. `backward`: which backward computes it
+    again, None in the forward.
+    """
+
+    call: Any
+    backward: Hashable | None
+
+
+def recomputation() -> Recomputation | None:
+    """The innermost function under torch.utils.checkpoint (`use_reentrant=False`) that runs here,
+    None if there is none. Only the hooks of saved tensors that checkpoint sets tell."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None:
+        return None
+    pack = inspect.unwrap(hooks[0])
+    kind = getattr(pack, "__qualname__", "").partition(".")[0]
+    if kind not in ("_checkpoint_hook", "_recomputation_hook"):
+        return None
+    cells = zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True)
+    held = {name: cell.cell_contents for name, cell in cells if name != "self"}
+    if kind == "_checkpoint_hook":
+        return Recomputation(held["frame"], None)
+    return Recomputation(held["target_frame_ref"](), held["gid"])
+
+
+def hidden_checkpoints() -> int:
+    """How many calls of torch.utils.checkpoint run here behind other hooks of saved tensors, as
+    those of save_on_cpu, where `recomputation` does not see them."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None or recomputation() is not None:
+        return 0
+    found, frame = 0, sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        name = frame.f_globals.get("__name__")
+        found += name == _CHECKPOINT and frame.f_code.co_name == "checkpoint"
+    return found
+
+
 def rerun_by() -> str:
     """What runs this forward, and may run it again in backward: torch.utils.checkpoint, or an
     autograd function whose forward calls a module, as that of a reversible network does. "" if
     nothing does.
 
-    Torch lets one set hooks of saved tensors, but not ask for them. Without gradients, as in
-    functions and in the older kind of checkpoint (`use_reentrant=True`), only the stack tells.
+    Without gradients, as in functions and in the older kind of checkpoint, only the stack tells.
     """
     if torch.is_grad_enabled():
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        checkpoint = hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook")
-        return _CHECKPOINT if checkpoint else ""
+        now = recomputation()
+        return _CHECKPOINT if now is not None and now.backward is None else ""
     frame, called, functions = sys._getframe(), False, forwards_of_functions()
     while frame.f_back is not None:
         frame = frame.f_back
         code, name = frame.f_code, str(frame.f_globals.get("__name__"))
         if code.co_name == "forward" and name == _CHECKPOINT:
-            return _CHECKPOINT
+            return REENTRANT
         if called and code in functions and name.partition(".")[0] not in ("torch", "weft"):
             return functions[code]
         called = called or code is nn.Module._call_impl.__code__

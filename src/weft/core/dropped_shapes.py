@@ -13,7 +13,8 @@ class DroppedShapes:
     """Dim 0 counts samples, alone or with positions, unless this says otherwise.
 
     `by_sample` and `written` have -n in the place of a dim that counts n rows of each sample; a
-    shape of `written` without such a dim is one that all samples share.
+    shape of `written` without such a dim is one that all samples share. `uneven` has 0 in the place
+    of a dim whose length the data say.
     """
 
     positions_first: bool = False  # whether some are [positions, samples, features]
@@ -21,6 +22,7 @@ class DroppedShapes:
     unclear: Shapes = frozenset()  # those that all samples share, or that count some samples
     by_sample: Shapes = frozenset()  # of three dims, where some have positions first
     written: Shapes = frozenset()  # of random numbers whose shape the model writes out
+    uneven: Shapes = frozenset()  # as of edges of graphs, or of sequences cut to the longest
 
     def dim_of_written(self, shape: Sequence[int], samples: int) -> int | None:
         """The dim that counts samples, or rows of them, in a shape that the model writes out; None
@@ -42,6 +44,16 @@ class DroppedShapes:
         length = shape[0] if shape else 0
         several = bool(samples and length) and length % samples == 0
         return len(known) > 1 or (several and (length > samples or tuple(shape) == (1,)))
+
+    def is_uneven(self, shape: Sequence[int], samples: int) -> bool:
+        """Whether nothing says which rows of this shape are of which sample."""
+        if samples in shape[:1]:
+            return False
+        return any(
+            len(known) == len(shape)
+            and all(size in (0, n) for n, size in zip(shape, known, strict=True))
+            for known in self.uneven
+        )
 
 
 def dims_of_samples(

@@ -19,6 +19,7 @@ from .forward_refusals import (
     refuse_without_attention as refuse_without_attention,
 )
 from .function_overrides import (
+    BACKWARDS as BACKWARDS,
     OPENED_FUNCTIONS as OPENED_FUNCTIONS,
     FunctionOverrides as FunctionOverrides,
 )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import nn
 
 from weft.core import Plan
-from weft.nn import may_drop, may_route
+from weft.nn import RepeatedDraws, may_drop, may_route
 from weft.parallel import Mesh, wrap_blocks
 
 from .compile_blocks import CompiledBlocks
@@ -60,8 +60,16 @@ class ForwardOverrides:
     def _override(self) -> None:
         training, randomness = self._training, self._training.randomness
         parts = training.stages.sequence or None
+        plan = self._plan
+        parted = plan.accumulate > 1 or bool(plan.layout.active_axes(*plan.token_axes))
         training.functions = FunctionOverrides(
-            randomness, self._selective, parts, mesh=self._mesh, loads=self._loads
+            randomness,
+            self._selective,
+            parts,
+            mesh=self._mesh,
+            loads=self._loads,
+            repeated=RepeatedDraws(),
+            parted=parted,
         )
         training.functions.scale = training.scale
         training.if_drawn, randomness.in_use = None, True

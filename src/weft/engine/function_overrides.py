@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from types import FunctionType
 from typing import Any
 
@@ -22,7 +21,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from weft._torch.autograd import in_backward, rerun_by
+from weft._torch.autograd import in_backward
+from weft._torch.modes import without_function_modes
 from weft.core import (
     UnsupportedModel,
 )
@@ -30,15 +30,16 @@ from weft.nn import (
     DRAWS,
     DRAWS_INSIDE,
     DROPOUTS,
-    DROPOUTS_OF_CHANNELS,
     AddLoss,
-    Draws,
     EagerAttention,
     Randomness,
+    RepeatedDraws,
     batch_sums,
     causal_mask,
     count_choices,
     expert_shares,
+    place_kept,
+    rerun_of_model,
     with_loss,
     within_capacity,
 )
@@ -48,7 +49,6 @@ from weft.parallel import (
     Mesh,
     all_gather,
     rerun_attention,
-    rerun_dropout,
     split_dim,
 )
 
@@ -72,9 +72,8 @@ from .context_parallel.whole_marks import (
     whole_of,
     whole_shape,
 )
+from .drawn_numbers import DrawnNumbers
 from .expert_load import ExpertLoad
-
-_SELU_FLOOR = -1.0507009873554805 * 1.6732632423543772  # what SELU tends to on the left
 
 
 def _opened(function: Any) -> Callable[..., Any]:
@@ -91,6 +90,10 @@ def _opened(function: Any) -> Callable[..., Any]:
 
 
 OPENED_FUNCTIONS = {each: _opened(each) for each in (F.multi_head_attention_forward, *DRAWS_INSIDE)}
+# they compute functions under torch.utils.checkpoint again
+BACKWARDS = {
+    each: _opened(each) for each in (torch.autograd.backward, torch.autograd.grad, Tensor.backward)
+}
 
 
 class FunctionOverrides(TorchFunctionMode):
@@ -98,7 +101,8 @@ class FunctionOverrides(TorchFunctionMode):
     which ranks share. `seen`, `asked`: told of every call of attention, and of what is asked of all
     tokens: shares of so many experts, the capacity for so many choices, so many positions that the
     model has made, and are not `known` from the batch. `loads`: told of every loss that a gate
-    adds. `mesh`: whose ranks have other tokens."""
+    adds. `mesh`: whose ranks have other tokens. `repeated`: what backward is to draw again; None:
+    it runs without this mode. `parted`: whether a forward has not all samples of the batch."""
 
     def __init__(
         self,
@@ -110,9 +114,13 @@ class FunctionOverrides(TorchFunctionMode):
         asked: Callable[[str, int], None] | None = None,
         loads: ExpertLoad | None = None,
         known: Sequence[Tensor] = (),
+        repeated: RepeatedDraws | None = None,
+        parted: bool = False,
     ):
         super().__init__()
         self.randomness, self.selective, self.attended = randomness, selective, False
+        self.repeated = repeated
+        self._drawn = DrawnNumbers(randomness, mesh, loads, repeated, parted)
         self.sequence, self.mesh, self.known = sequence, mesh, known
         self.seen, self.asked, self.loads = seen, asked, loads
         self.scale = 1.0  # of the loss that backward starts from
@@ -160,6 +168,9 @@ class FunctionOverrides(TorchFunctionMode):
             if self.loads is not None and torch.is_grad_enabled() and not again:
                 self.loads.add(args[1])
             return AddLoss.apply(*args, self.scale)
+        if func in BACKWARDS:
+            with self, place_kept(self.randomness):
+                return BACKWARDS[func](*args, **kwargs)
         if func in OPENED_FUNCTIONS:
             with self:
                 return OPENED_FUNCTIONS[func](*args, **kwargs)
@@ -168,7 +179,7 @@ class FunctionOverrides(TorchFunctionMode):
             assert self.sequence is not None
             return of_all_ranks(self.sequence, known, func, args)
         if func in DRAWS:
-            drawn = self._draw(func, args, kwargs)
+            drawn = self._drawn.numbers(func, args, kwargs)
             return drawn if known is None else known.drawn(drawn, func, args, kwargs)
         if func in DROPOUTS:
             if "train" in kwargs:  # torch.dropout's own name for it
@@ -200,89 +211,11 @@ class FunctionOverrides(TorchFunctionMode):
         if not training or p == 0.0:
             return input
         if known is None:  # no graph reads marks
-            dropped = self._dropped(func, input, p)
+            dropped = self._drawn.dropout(func, input, p)
             return input.copy_(dropped) if inplace else dropped
         with drawn_in(self.randomness, *_rows_of(self.randomness, input, known)):
-            dropped = self._dropped(func, input, p)
+            dropped = self._drawn.dropout(func, input, p)
         return known.mark(input.copy_(dropped) if inplace else dropped, func, (input, p), {})
-
-    def _dropped(self, func: Callable, input: Tensor, p: float) -> Tensor:
-        site = self._site(p)
-        self._check_samples("dropout", input.shape, self.randomness.may_share(input.shape))
-        if func in DROPOUTS_OF_CHANNELS and input.ndim > 2:
-            channels = self.randomness.dropout(input.new_ones(input.shape[:2]), p, site)
-            return input * channels.view(*input.shape[:2], *[1] * (input.ndim - 2))
-        if func is F.alpha_dropout:
-            return self._alpha(input, p, site)
-        if func not in (F.dropout, torch.dropout):
-            raise UnsupportedModel(
-                "dropout",
-                func.__name__,
-                "weft has no mask for it that does not depend on the layout",
-                "use nn.Dropout",
-            )
-        return self.randomness.dropout(input, p, site)
-
-    def _site(self, what: object) -> Tensor:
-        """The key of this call. Refuses places where the numbers would depend on the layout."""
-        if rerun := self._rerun_by():
-            raise rerun_dropout(what, rerun)
-        within = self.loads is not None and self.loads.inside and not self.randomness.own_count
-        if within and self._several():
-            problem = "it is drawn within experts, whose rows are others on every layout"
-            raise UnsupportedModel(
-                "dropout", what, problem, "put it after the experts, or set it to 0"
-            )
-        if self.randomness.chosen and self._several():
-            problem = (
-                "it is drawn in a module that the forward calls only where its data say so, as"
-            )
-            problem += " an expert, and each microbatch on each rank has other data"
-            raise UnsupportedModel(
-                "dropout", what, problem, "put it outside of that module, or set it to 0"
-            )
-        return self.randomness.site()
-
-    def _rerun_by(self) -> str:
-        """What of the model runs this, and will run it again in backward, where no mode is active;
-        "" if nothing does. Of a graph BlockForward has checked it."""
-        if torch.compiler.is_compiling() or self.randomness.recomputed:
-            return ""
-        return rerun_by()
-
-    def _several(self) -> bool:
-        return self.mesh is not None and bool(self.mesh.layout.active_axes())
-
-    def _draw(self, func: Callable, args: tuple, kwargs: dict) -> Tensor:
-        """Random numbers that are the same on every layout."""
-        site, part = self._site(func.__name__), count()
-
-        def uniform(shape: torch.Size, device: torch.device, alike: bool) -> Tensor:
-            dim = self.randomness.drawn_dim(shape, alike)
-            unclear = self.randomness.is_unclear(shape, alike)
-            self._check_samples(f"torch.{func.__name__}", shape, unclear)
-            return self.randomness.uniform(shape, site, device, dim, next(part))
-
-        return DRAWS[func](Draws(uniform), *args, **kwargs)
-
-    def _check_samples(self, what: str, shape: torch.Size, unclear: bool) -> None:
-        """Refuse random numbers of which nothing says whether they are those of samples."""
-        if not (unclear and self._several()):
-            return
-        raise UnsupportedModel(
-            what,
-            tuple(shape),
-            f"whether each of the {len(self.randomness.samples)} samples of a microbatch has"
-            " numbers of its own, or all share these, does not follow from the shape",
-            "draw after the shape of an activation, as by torch.rand_like, or take another"
-            " number of samples for each rank's microbatch",
-        )
-
-    def _alpha(self, input: Tensor, p: float, site: Tensor) -> Tensor:
-        """Keeps mean and variance after SELU (Klambauer et al. 2017)."""
-        keep = self.randomness.keep(input.shape, p, site, input.device)
-        a = ((1.0 - p) * (1.0 + p * _SELU_FLOOR**2)) ** -0.5
-        return torch.where(keep, input, _SELU_FLOOR) * a - a * _SELU_FLOOR * p
 
     def _attention(self, args: tuple, kwargs: dict) -> Tensor:
         dropout = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
@@ -295,7 +228,10 @@ class FunctionOverrides(TorchFunctionMode):
         core: Callable = F.scaled_dot_product_attention
         if dropout > 0.0:
             # the mask is drawn for this site, so a recomputed core draws the same one
-            site, activation_sharding = self._site(dropout), self.randomness.activation_sharding
+            site, activation_sharding = (
+                self._drawn.site(dropout),
+                self.randomness.activation_sharding,
+            )
             core = partial(plain_attention, self.randomness, activation_sharding, site)
             if alone:
                 core = partial(attend_alone, core, self.randomness)
@@ -340,17 +276,21 @@ class FunctionOverrides(TorchFunctionMode):
 
     def _refuse_rerun(self) -> None:
         assert self.sequence is not None
-        if rerun := self._rerun_by():
+        if rerun := rerun_of_model(self.randomness):
             raise rerun_attention(self.sequence.layout, rerun)
 
     def _attend(self, core: Callable, args: tuple, kwargs: dict) -> Tensor:
         if self.selective and torch.is_grad_enabled():
             self.attended = True
+            if not torch.compiler.is_compiling():
+                core = partial(_past_modes, core)
             return checkpoint(core, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
         return core(*args, **kwargs)
 
     def _shares(self, index: Tensor, experts: int) -> Tensor:
         """`routing.shares`, of the tokens of all ranks."""
+        if (known := self._had("shares of experts")) is not None:
+            return known
         if self.asked is not None:
             self.asked("shares", experts)
         self.routed = True
@@ -363,10 +303,12 @@ class FunctionOverrides(TorchFunctionMode):
         group = self.mesh.group(*axes) if self.mesh is not None else None
         if group is not None:
             dist.all_reduce(counts, group=group)
-        return counts / counts.sum()
+        return self._keep(counts / counts.sum())
 
     def _within_capacity(self, index: Tensor, experts: int, factor: float) -> Tensor:
         """`routing.within_capacity`, of the whole sequences of which this rank has a part."""
+        if (known := self._had("capacity of experts")) is not None:
+            return known
         if self.asked is not None:
             self.asked("capacity", index[0].numel())
         self.routed = True
@@ -381,17 +323,36 @@ class FunctionOverrides(TorchFunctionMode):
             index = all_gather(index, 1, group, None)
         if self._shared():
             assert self.sequence is not None
-            mine = self.sequence.positions(self.sequence.now.length, index.device)
+            here = self.sequence.positions(self.sequence.now.length, index.device)
             index = within_capacity(self.sequence.whole(index), experts, factor).index_select(
-                1, mine
+                1, here
             )
         else:
             index = within_capacity(index, experts, factor)
-        return index if group is None else split_dim(index, 1, group.rank(), group.size())
+        mine = index if group is None else split_dim(index, 1, group.rank(), group.size())
+        return self._keep(mine)
+
+    def _had(self, what: str) -> Tensor | None:
+        """The answer to this call in the forward, where backward computes it again."""
+        if self.repeated is None or torch.compiler.is_compiling():
+            return None
+        return self.repeated.repeat(what, self.randomness)
+
+    def _keep(self, answer: Tensor) -> Tensor:
+        if self.repeated is not None and not torch.compiler.is_compiling():
+            self.repeated.keep(answer, self.randomness)
+        return answer
 
     def _shared(self) -> bool:
         """Whether this rank has a part of the sequences that run."""
         return self.sequence is not None and self.sequence.now.length > 0
+
+
+def _past_modes(core: Callable, *args: Any, **kwargs: Any) -> Tensor:
+    """Attention itself, also where backward computes it again inside of a mode."""
+    with without_function_modes() if in_backward() else nullcontext():
+        found: Tensor = core(*args, **kwargs)
+    return found
 
 
 def _rows_of(

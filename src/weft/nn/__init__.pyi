@@ -121,6 +121,11 @@ from .random_draws import (
     DRAWS_INSIDE as DRAWS_INSIDE,
     Draws as Draws,
 )
+from .repeated_draws import (
+    RepeatedDraws as RepeatedDraws,
+    place_kept as place_kept,
+    rerun_of_model as rerun_of_model,
+)
 from .rms_norms import ShardedRMSNorm as ShardedRMSNorm, rms_rule as rms_rule
 from .role_types import (
     NO_ROW as NO_ROW,

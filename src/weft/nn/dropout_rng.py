@@ -13,7 +13,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -95,6 +95,8 @@ class Randomness:
         False  # whether weft's own recomputation runs a block, which repeats its masks
     )
     repeated: bool = False  # whether that runs it in backward
+    own_call: Any = None  # that call of torch.utils.checkpoint
+    compiled: bool = False  # whether a block runs that is compiled after the first step
     dropped: DroppedShapes = field(default_factory=DroppedShapes)
     in_use: bool = True  # whether dropout draws its masks here
     drawn: bool = False  # whether anything has been drawn since the engine was made
@@ -106,7 +108,7 @@ class Randomness:
     def begin(self, step: int, samples: Tensor | Sequence[int]) -> None:
         """A microbatch begins."""
         self.step, self.samples = step, torch.as_tensor(samples)
-        self.activation_sharding, self.own_count = "whole", False
+        self.activation_sharding, self.own_count, self.compiled = "whole", False, False
         self.passes, self.again = {}, 0
         self.move_to(0)
 

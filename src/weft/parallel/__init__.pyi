@@ -16,6 +16,7 @@ from .block_forward import (
     BlockForward as BlockForward,
     rerun_attention as rerun_attention,
     rerun_dropout as rerun_dropout,
+    rerun_in_graph as rerun_in_graph,
     wrap_blocks as wrap_blocks,
 )
 from .collectives import (

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from weft._torch.autograd import in_backward, rerun_by
+from weft._torch.autograd import REENTRANT, in_backward, recomputation, rerun_by
 from weft._torch.modes import function_modes
 from weft.core import ActivationSharding, Layout, Plan, UnsupportedModel
 from weft.nn import Randomness, may_drop, place_of
@@ -83,14 +83,21 @@ class BlockForward:
     @torch.compiler.disable(recursive=False)
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         again = self._randomness.call_of(self._name)
-        if not (self._recomputed and torch.is_grad_enabled()):
+        of_model = _call_of_checkpoint() is not self._randomness.own_call  # which does so already
+        if not (self._recomputed and torch.is_grad_enabled()) or of_model:
             return self._run(again, *args, **kwargs)
         names, count = tuple(kwargs), len(args)
 
-        def run(*flat: Any) -> Any:
-            return self._run(again, *flat[:count], **dict(zip(names, flat[count:], strict=True)))
-
         randomness, modes = self._randomness, function_modes()
+
+        def run(*flat: Any) -> Any:
+            own_call, randomness.own_call = randomness.own_call, _call_of_checkpoint()
+            try:
+                keywords = dict(zip(names, flat[count:], strict=True))
+                return self._run(again, *flat[:count], **keywords)
+            finally:
+                randomness.own_call = own_call
+
         outside, randomness.recomputed = randomness.recomputed, True
         try:
             return checkpoint(
@@ -118,18 +125,19 @@ class BlockForward:
             check_single_gradient(self._layout, self._name, WITHOUT_SEQUENCE, args, kwargs)
         if randomness.in_use:
             _make_key(randomness)
-        forward = self._forward
+        outer_compiled, randomness.compiled = randomness.compiled, self._compiled is not None
+        forward, drops = self._forward, randomness.in_use and not randomness.recomputed
+        if randomness.compiled and drops and rerun_by():
+            raise rerun_in_graph(self._name)
         if self._compiled is not None and self._in_use():
             forward = self._compiled
-            if randomness.in_use and not randomness.recomputed and (rerun := rerun_by()):
-                raise rerun_dropout(self._name, rerun)
             with self._without_wider_gradients():
                 out = forward(*args, **kwargs)
         else:
             out = forward(*args, **kwargs)
         # calls between blocks are counted apart: a block may be elsewhere
         randomness.move_to(*outside)
-        randomness.again = outer
+        randomness.again, randomness.compiled = outer, outer_compiled
         return out
 
     @contextlib.contextmanager
@@ -146,6 +154,12 @@ class BlockForward:
         finally:
             for p, grad in held:
                 p.grad = grad
+
+
+@torch.compiler.disable
+def _call_of_checkpoint() -> object:
+    now = recomputation()
+    return None if now is None else now.call
 
 
 @torch.compiler.disable
@@ -259,11 +273,25 @@ def check_single_gradient(layout: Layout, module: str, fix: str, args: tuple, kw
 def rerun_dropout(dropout: object, rerun: str) -> UnsupportedModel:
     """The error for dropout in a module that the model itself runs again in backward. `rerun`: by
     what."""
+    fix = 'leave that out and set train.recompute = "full"'
+    if rerun == REENTRANT:
+        fix = 'pass use_reentrant=False, or leave that out and set train.recompute = "full"'
     return UnsupportedModel(
         "dropout",
         dropout,
         f"it is inside {rerun}, and the recomputed forward would draw another dropout mask",
-        'leave that out and set train.recompute = "full"',
+        fix,
+    )
+
+
+def rerun_in_graph(dropout: object) -> UnsupportedModel:
+    """The error for dropout under torch.utils.checkpoint where a graph computes it."""
+    return UnsupportedModel(
+        "dropout",
+        dropout,
+        "it is inside torch.utils.checkpoint, in or around a block that train.compile compiles, and"
+        " the graph would not draw the same mask again",
+        'leave that out and set train.recompute = "full", or set train.compile = "off"',
     )
 
 

@@ -4,7 +4,8 @@ may be as many positions as samples, or samples and positions in one dim."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,22 +22,31 @@ from .without_elements import copy_without_elements, without_elements
 
 
 def dropped_shapes(request: PlanRequest) -> DroppedShapes:
-    """Two runs on tensors without elements, one of them with twice the samples, tell. Without a
-    sample, or where the forward does not run so, torch's own modules do."""
+    """Two runs on tensors without elements, one of them with twice the samples, tell, and a third
+    one with the first sample in the place of all. Without a sample, or where the forward does not
+    run so, torch's own modules do."""
     model = request.model
     unknown = DroppedShapes(_takes_positions_first(model))
     if not (request.sample and may_drop(model)):
         return unknown
     mode, few = fake_mode(), request.sample
     seen, written = [], []
+    alike: list[tuple[int, ...]] = []
     try:
         bare = copy_without_elements(model, mode).train()
-        for asked in (request, request.with_twice_the_samples()):
+
+        def run(asked: PlanRequest) -> _ShapeWatch:
             shapes = _ShapeWatch()
             with without_elements(mode, masks_take_all=True), shapes:
                 bare(**asked.arguments())
+            return shapes
+
+        for asked in (request, request.with_twice_the_samples()):
+            shapes = run(asked)
             seen.append(shapes.found)
             written.append(shapes.written)
+        with suppress(Exception):  # it may not take a sample twice
+            alike = run(request.with_samples(1).with_samples(request.samples)).found
         both = list(zip(*seen, strict=True))
         wrote = list(zip(*written, strict=True))
     except Exception:  # the trial before the first step says what does not run
@@ -56,6 +66,7 @@ def dropped_shapes(request: PlanRequest) -> DroppedShapes:
         frozenset(unclear),
         frozenset(rows) if first else frozenset(),
         frozenset((*_rows(wrote, samples), *(one for one, two in wrote if one == two))),
+        frozenset({*_parts_of_rows(both, samples), *_uneven(seen[0], alike)}),
     )
 
 
@@ -70,6 +81,28 @@ def _rows(
             (dim,) = apart
             if two[dim] == 2 * one[dim] and one[dim] % samples == 0:
                 yield (*one[:dim], -(one[dim] // samples), *one[dim + 1 :])
+
+
+def _uneven(
+    shapes: Sequence[tuple[int, ...]], alike: Sequence[tuple[int, ...]]
+) -> Iterator[tuple[int, ...]]:
+    """Of shapes for samples, and for as many that are all the first one: those that differ, with 0
+    in the place of the dim that does."""
+    if len(shapes) == len(alike):
+        for one, other in zip(shapes, alike, strict=True):
+            if len(one) == len(other) and one != other:
+                yield tuple(n if n == m else 0 for n, m in zip(one, other, strict=True))
+
+
+def _parts_of_rows(
+    pairs: Iterable[tuple[tuple[int, ...], tuple[int, ...]]], samples: int
+) -> Iterator[tuple[int, ...]]:
+    """Of shapes for `samples` and for twice as many those in which a dim counts rows of samples
+    that cannot have the same number of them each, with 0 in its place."""
+    for one, two in pairs:
+        apart = [dim for dim, (n, m) in enumerate(zip(one, two, strict=False)) if n != m]
+        if len(one) == len(two) and len(apart) == 1 and one[apart[0]] % samples:
+            yield (*one[: apart[0]], 0, *one[apart[0] + 1 :])
 
 
 def _counts_samples(

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from weft._torch.trees import tree_flatten
 from weft.core import Plan
 from weft.engine import LazyBatch, Loss
-from weft.nn import Randomness, is_whole_batch
+from weft.nn import Randomness, RepeatedDraws, is_whole_batch
 from weft.parallel import Mesh, call_forwards_with_hooks, cast_arguments, parallelize
 
 from .activation_recorder import ActivationRecorder, record_activations
@@ -77,6 +77,7 @@ class PlainRun:
         self.plan = case.lay(self.model, "dp1")
         self.inputs = plain_inputs(self.model, case.inputs)
         self.randomness, self.laws = Randomness(case.seed), DrawLaws()
+        self.repeated = RepeatedDraws()
         self.experts = prepare_plain(case, self.model, self.plan, self.randomness)
         self.masters = Masters(self.model, self.plan)
         named = [(n, p) for n, p in self.params.items() if p.requires_grad]
@@ -154,7 +155,8 @@ class PlainRun:
                 raise NeedsMicrobatches
             outputs.append(output)
             if not whole:
-                (sum(added, part) * self.loss_scale).backward()
+                with functions.backward():
+                    (sum(added, part) * self.loss_scale).backward()
                 self.gate_loss += float(sum(each.detach() for each in added))
                 added.clear()
                 self.masters.add()
@@ -169,7 +171,8 @@ class PlainRun:
                 loss_sum += part.detach()
                 weight += torch.as_tensor(count).detach()
         if whole:
-            (sum(added, part) * self.loss_scale).backward()
+            with functions.backward():
+                (sum(added, part) * self.loss_scale).backward()
             self.gate_loss = float(sum(each.detach() for each in added))
             recorded.close()
             self.masters.add()
@@ -241,7 +244,7 @@ class PlainRun:
         """The definitions that are active in a forward of this batch."""
         seen, asked = (trace.attention, trace.ask) if trace is not None else (None, None)
         known = known_positions(self.inputs, batch)
-        return PlainFunctions(self.randomness, self.laws, seen, asked, known)
+        return PlainFunctions(self.randomness, self.laws, seen, asked, known, self.repeated)
 
     def forward(self, batch: Batch) -> Any:
         """What the model returns."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -52,6 +52,9 @@ class StageCompute(Protocol):
         """
 
     def before(self, action: Action) -> None: ...
+
+    def around_backward(self) -> AbstractContextManager[Any]:
+        """In this context a backward may compute forwards again."""
 
     def after(self, action: Action) -> None:
         """What was computed is on its way. A U is done here."""
@@ -186,10 +189,12 @@ class _PipelineRun:
             clock.tick()
         if action.kind == "F":
             self.forward(step)
-        elif action.kind == "B":
-            self.backward(step)
-        elif action.kind == "W":
-            self.deferred.pop(action[1:]).run()
+        elif action.kind in ("B", "W"):
+            with work.around_backward():
+                if action.kind == "B":
+                    self.backward(step)
+                else:
+                    self.deferred.pop(action[1:]).run()
         work.after(action)
         if clock is not None:
             clock.close(action, bool(step.takes))

@@ -116,6 +116,9 @@ class InferenceCompute:
         if self.functions is not None:
             self.stages.sequence.begin(self.micros[action.microbatch], self.stages.model)
 
+    def around_backward(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
+
     def after(self, action: Action) -> None:
         pass
 
@@ -320,6 +323,10 @@ class TrainingCompute:
         self.units.before(action, last, split)
         if last:
             self.reducer.arm(stage)
+
+    def around_backward(self) -> contextlib.AbstractContextManager:
+        again = self.functions is not None and self.functions.repeated
+        return self.functions if again and self.functions else contextlib.nullcontext()
 
     def after(self, action: Action) -> None:
         if action.kind == "F":

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from typing import Any
 
@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from weft._torch.autograd import rerun_by
-from weft.engine import OPENED_FUNCTIONS, eager_attention_by
+from weft.engine import BACKWARDS, OPENED_FUNCTIONS, eager_attention_by
 from weft.nn import (
     DRAWS,
     Draws,
     EagerAttention,
     Randomness,
+    RepeatedDraws,
     causal_mask,
     expert_shares,
+    place_kept,
     with_loss,
     within_capacity,
 )
@@ -49,6 +51,7 @@ class PlainFunctions(TorchFunctionMode):
         asked: is told what is asked of all tokens: shares of so many experts, the capacity for so
             many choices, so many positions that the model has made, and are not `known`.
         known: positions that follow from the batch.
+        repeated: what backward is to draw again.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class PlainFunctions(TorchFunctionMode):
         seen: Callable[..., None] | None = None,
         asked: Callable[[str, int], None] | None = None,
         known: Sequence[Tensor] = (),
+        repeated: RepeatedDraws | None = None,
     ):
         super().__init__()
         self.randomness, self.laws, self.known = randomness, laws, known
@@ -65,12 +69,25 @@ class PlainFunctions(TorchFunctionMode):
         self.added: list[Tensor] = []  # losses of gates, to be added to what is minimised
         self._calls = 0
         self._draws = Counter[int]()  # of this microbatch, by place in the program
+        self._repeated = RepeatedDraws() if repeated is None else repeated
+        self._again = False  # whether what is drawn is a repetition
 
     @contextmanager
     def active(self) -> Iterator[PlainFunctions]:
         """In this context, also where a model attends by itself through transformers' interface."""
         with eager_attention_by(self._eager), self:
             yield self
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """In this context a backward draws again what forwards have drawn."""
+        told = self.seen, self.asked, self.added
+        self.seen, self.asked, self.added = lambda *_: None, lambda *_: None, []
+        try:
+            with self if self._repeated else nullcontext():
+                yield
+        finally:
+            self.seen, self.asked, self.added = told
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -82,6 +99,9 @@ class PlainFunctions(TorchFunctionMode):
             return self._dropout(func, *args, **kwargs)
         if func in DRAWS:
             return self._numbers(func, args, kwargs)
+        if func in BACKWARDS:
+            with self, place_kept(self.randomness):
+                return BACKWARDS[func](*args, **kwargs)
         if func in OPENED_FUNCTIONS:  # torch calls dropout and attention inside, with modes off
             with self:
                 return OPENED_FUNCTIONS[func](*args, **kwargs)
@@ -169,12 +189,17 @@ class PlainFunctions(TorchFunctionMode):
         return input.copy_(found) if inplace else found
 
     def _site(self, what: object) -> Tensor:
-        """The key of this call. What torch.utils.checkpoint runs again has no mode around it."""
-        if rerun := rerun_by():
+        """The key of this call."""
+        repeated = self._repeated.repeat(what, self.randomness)
+        self._again = repeated is not None
+        if repeated is not None:
+            return repeated
+        if not torch.is_grad_enabled() and (rerun := rerun_by()):
             raise rerun_dropout(what, rerun)
         place, site = self.randomness.place, self.randomness.site()
         self._draws[place] += 1
         self.laws.key(int(site), self._key(place), str(what))
+        self._repeated.keep(site, self.randomness)
         return site
 
     def _key(self, place: int, part: int = 0) -> int:
@@ -199,6 +224,8 @@ class PlainFunctions(TorchFunctionMode):
 
     def _keep(self, shape: torch.Size, p: float, site: Tensor, device: torch.device) -> Tensor:
         keep = self.randomness.keep(shape, p, site, device)
+        if self._again:
+            return keep
         shared, samples = self.randomness.all_share(shape), len(self.randomness.samples)
         dim = None if shared else self.randomness.sample_dim(shape)
         if dim is not None and (not shape or shape[dim] != samples):
@@ -220,6 +247,8 @@ class PlainFunctions(TorchFunctionMode):
             return self.randomness.uniform(shape, site, device, dim, next(part))
 
         found = DRAWS[func](Draws(uniform), *args, **kwargs)
+        if self._again:
+            return found
         name = f"torch.{func.__name__} {self._name(dims == {None})}"
         match distribution_of(func, found, args, kwargs):
             case values, below:
