@@ -959,6 +959,25 @@ QUESTIONS = [
         ("运行文件怎么写", FAQ, "where-is-a-list", "第一个运行文件怎么写"),
         ("DiLoCo 需要多少带宽", "systems/local_sgd", "how-to-choose-h", "平均每步是 4 Ψ / H 字节"),
         ("PowerSGD 的秩怎么选", "systems/compression", "what-it-does-to-the-loss", "逐次加倍"),
+        ("why is the backward of tensor parallel the mirror of the forward, what are f and g in "
+         "the Megatron paper", "systems/tensor_parallel", "why-the-backward-is-the-mirror",
+         "the transpose of a sum is a copy"),
+        ("split backward into input gradient and weight gradient, what does that buy me", FAQ,
+         "why-split-the-backward", "`zb-h1` for 3 s (11.1 %)"),
+        ("router load balancing loss in Mixtral, is it computed over the whole batch or per rank",
+         FAQ, "how-do-i-balance-the-experts", "weft sums each expert's count of choices"),
+        ("after local SGD averaging what happens to the Adam moments", FAQ,
+         "after-local-sgd-averaging", "neither averaged nor sent nor reset"),
+        ("use a different compressor inside the node and between nodes", "codecs",
+         "a-different-compressor", "`[sync]` takes one codec"),
+        ("1-bit / sign gradients, why do they diverge without the residual", FAQ,
+         "why-do-1-bit-sign-gradients", "small elements arrive too large"),
+        ("check that all nodes are healthy before I start a long job", FAQ,
+         "are-all-nodes-healthy", "on each node with the same command"),
+        ("DiLoCo 和 local SGD 有什么区别", FAQ, "what-is-the-difference-between-diloco",
+         "区别在外层步"),
+        ("RuntimeError: DataLoader worker is killed，多进程读数据怎么设置", FAQ,
+         "dataloader-worker-is-killed", "主机内存用完了"),
     ]
 ]  # fmt: skip
 
