@@ -193,6 +193,12 @@ def test_a_stage_asks_for_a_gradient(pool: Any, layout: str) -> None:
     assert found.passed, found
 
 
+def test_a_shape_of_the_data_is_known_before_a_microbatch_differs(pool: Any) -> None:
+    net = replace(NETS["trimmed"], plan=())
+    with pytest.raises(Refusal, match="its shape follows from the data"):
+        pool.run(check_layout, net.case(), "dp2", reference(net), world=2, timeout=60)
+
+
 def test_a_stage_reads_weights_that_only_another_one_learns(pool: Any) -> None:
     """Its shards have no gradient of their own, and get that of the other stage."""
     found = result(pool, "flow-matching", "pp2.fsdp2")

@@ -12,7 +12,7 @@ Shapes = frozenset[tuple[int, ...]]
 class DroppedShapes:
     """Dim 0 counts samples, alone or with positions, unless this says otherwise.
 
-    `by_sample` and `written` have -n in the place of a dim that counts n rows of each sample; a
+    `by_sample`, `written` and `uneven` have -n for a dim that counts n rows of each sample; a
     shape of `written` without such a dim is one that all samples share. `uneven` has 0 in the place
     of a dim whose length the data say.
     """
@@ -46,14 +46,14 @@ class DroppedShapes:
         return len(known) > 1 or (several and (length > samples or tuple(shape) == (1,)))
 
     def is_uneven(self, shape: Sequence[int], samples: int) -> bool:
-        """Whether nothing says which rows of this shape are of which sample."""
-        if samples in shape[:1]:
-            return False
-        return any(
-            len(known) == len(shape)
-            and all(size in (0, n) for n, size in zip(shape, known, strict=True))
-            for known in self.uneven
-        )
+        """Whether the data say how long a dim of this shape is."""
+        rows = samples in shape[:1]  # each sample has one
+        for known in self.uneven:
+            if len(known) == len(shape) and not (rows and known[0] == 0):
+                sizes = [size if size >= 0 else -size * samples for size in known]
+                if all(size in (0, n) for n, size in zip(shape, sizes, strict=True)):
+                    return True
+        return False
 
 
 def dims_of_samples(

@@ -66,7 +66,7 @@ def dropped_shapes(request: PlanRequest) -> DroppedShapes:
         frozenset(unclear),
         frozenset(rows) if first else frozenset(),
         frozenset((*_rows(wrote, samples), *(one for one, two in wrote if one == two))),
-        frozenset({*_parts_of_rows(both, samples), *_uneven(seen[0], alike)}),
+        frozenset({*_parts_of_rows(both, samples), *_uneven(seen[0], alike, samples)}),
     )
 
 
@@ -84,14 +84,15 @@ def _rows(
 
 
 def _uneven(
-    shapes: Sequence[tuple[int, ...]], alike: Sequence[tuple[int, ...]]
+    shapes: Sequence[tuple[int, ...]], alike: Sequence[tuple[int, ...]], samples: int
 ) -> Iterator[tuple[int, ...]]:
-    """Of shapes for samples, and for as many that are all the first one: those that differ, with 0
-    in the place of the dim that does."""
+    """Of shapes for `samples`, and for as many that are all the first one: those that differ, with
+    0 in the place of the dim that does, and -n for n rows of each sample in the first."""
     if len(shapes) == len(alike):
         for one, other in zip(shapes, alike, strict=True):
             if len(one) == len(other) and one != other:
-                yield tuple(n if n == m else 0 for n, m in zip(one, other, strict=True))
+                first, *rest = (n if n == m else 0 for n, m in zip(one, other, strict=True))
+                yield (first if first % samples else -(first // samples), *rest)
 
 
 def _parts_of_rows(
