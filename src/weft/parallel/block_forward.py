@@ -83,8 +83,9 @@ class BlockForward:
     @torch.compiler.disable(recursive=False)
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         again = self._randomness.call_of(self._name)
-        of_model = _call_of_checkpoint() is not self._randomness.own_call  # which does so already
-        if not (self._recomputed and torch.is_grad_enabled()) or of_model:
+        recomputed = self._recomputed and torch.is_grad_enabled()
+        # a block inside the model's own checkpoint is computed again anyway
+        if not recomputed or _call_of_checkpoint() is not self._randomness.own_call:
             return self._run(again, *args, **kwargs)
         names, count = tuple(kwargs), len(args)
 
